@@ -1,7 +1,7 @@
 """From `configs/` and the command line to typed dataclasses, with errors of one line.
 
-The only file that touches Hydra and omegaconf. Each override is checked against the schema first, so that a typo gets
-the nearest key or value and not Hydra's advice to add it with `+`.
+The only file that touches Hydra and omegaconf. Each override is checked against the schema first, so that a
+typo gets the nearest key or value and not Hydra's advice to add it with `+`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class _Checker:
         self.schema = OmegaConf.structured(schema)
         self.keys = _leaf_keys(self.schema)
         self.groups: dict[str, list[str]] = {}
-        named = set(re.findall(r"^\s*-\s*(?:optional\s+)?(\w+):", (CONFIG_DIR / f"{primary}.yaml").read_text(), re.M))
+        text = (CONFIG_DIR / f"{primary}.yaml").read_text()
+        named = set(re.findall(r"^\s*-\s*(?:optional\s+)?(\w+):", text, re.M))
         for root in config_dirs:
             for folder in sorted(p for p in root.iterdir() if p.is_dir() and p.name in named):
                 options = [f.stem for f in sorted(folder.glob("*.yaml"))]
@@ -149,7 +150,7 @@ class _Checker:
             raise ConfigError(f"{key}={shown}: {_type_message(error)}") from None
 
 
-def _type_message(error: Exception) -> str:
+def _type_message(error: BaseException) -> str:
     """The first line of omegaconf's message, in the project's words."""
     line = str(error).splitlines()[0]
     kind = re.search(r"could not be converted to (\w+)", line)
@@ -188,7 +189,8 @@ def _parse_flags(argv: Sequence[str]) -> tuple[list[str], list[Path], str | None
             raise ConfigError("-m: one run at a time; start one command for each value")
         elif word.startswith("-") and "=" not in word.lstrip("-")[:1]:
             plain = word.lstrip("-").replace("-", "_")
-            raise ConfigError(f"{word}: options are written key=value; did you mean {plain}{'' if value else '=true'}?")
+            plain += "" if value else "=true"
+            raise ConfigError(f"{word}: options are written key=value; did you mean {plain}?")
         else:
             overrides.append(word)
     return overrides, folders, request
@@ -239,7 +241,7 @@ def _explain(error: BaseException, checker: _Checker) -> str:
     from omegaconf.errors import OmegaConfBaseException
 
     cause: BaseException | None = error
-    deepest = error
+    deepest: BaseException = error
     while cause is not None:
         if isinstance(cause, OmegaConfBaseException):
             deepest = cause

@@ -1,7 +1,7 @@
-"""The typed schema of a training run: one dataclass a config group. YAML holds values only; defaults stand here.
+"""The typed schema of a training run: one dataclass a config group. YAML holds values only.
 
-`compose.py` fills these from `configs/` and the command line, `derived.py` checks them across fields. Nothing below
-that edge imports omegaconf.
+`compose.py` fills these from `configs/` and the command line, `derived.py` checks them across fields. Nothing
+below that edge imports omegaconf.
 """
 
 from __future__ import annotations
@@ -13,25 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional, Union, get_args, get_origin, get_type_hints
 
 from model.config import K3Config
-
-
-@dataclass
-class DataConfig:
-    """Where tokens come from. `name`: stdlib (source of the running interpreter), text, tokens, markov."""
-
-    name: str = "stdlib"
-    path: str | None = None  # a text file, a folder of them, or what tools.prepare_data wrote
-    tokenizer: str = "bytes"  # bytes | characters
-    validation_fraction: float = 0.1
-    max_bytes: int | None = None  # use only the first bytes of the training split
-    markov_states: int = 16
-    markov_tokens: int = 1_000_000
-    markov_seed: int = 0
+from moonep.trainer.data import DataConfig
 
 
 @dataclass
 class TrainSection:
-    """How long, how wide. Tokens of a step = micro_batch x context x ranks x accumulation; accumulation follows."""
+    """How long, how wide. tokens_per_step = micro_batch x context x ranks x accumulation, which follows."""
 
     steps: int = 1000
     tokens_per_step: int = 8192
@@ -59,7 +46,7 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Learning rate over steps: cosine, wsd (warm-up, stable, decay) or constant, each after a linear warm-up."""
+    """Learning rate over steps: cosine, wsd (warm-up, stable, decay) or constant, after a linear warm-up."""
 
     name: str = "cosine"
     warmup_fraction: float = 0.01
@@ -118,7 +105,7 @@ class LoggingConfig:
 
 @dataclass
 class RoutingConfig:
-    """Balancing between ranks (policy, tau), between experts (balancer), and laboratory switches (force, record)."""
+    """Balancing between ranks (policy, tau) and experts (balancer); laboratory switches (force, record)."""
 
     policy: str = "bounded"
     tau: float = 1.0
@@ -142,7 +129,8 @@ class RunConfig:
 def _optional(kind: Any) -> Any:
     """The omegaconf-readable `Optional` of a K3Config field's type."""
     if get_origin(kind) is tuple:
-        return Optional[list[get_args(kind)[0]]]  # noqa: UP045
+        element: Any = get_args(kind)[0]
+        return Optional[list[element]]  # noqa: UP045
     return Optional[kind if kind in (int, float, bool, str) else Any]  # noqa: UP045
 
 
@@ -153,9 +141,19 @@ def _model_schema() -> type:
     for item in dataclasses.fields(K3Config):
         if item.init and item.name != "preset":
             fields.append((item.name, _optional(hints[item.name]), field(default=None)))
-    schema = dataclasses.make_dataclass("ModelConfig", fields)
-    schema.__module__ = __name__
-    schema.__doc__ = "A preset's name and the fields of K3Config that differ from it."
+    return _schema("ModelConfig", fields, "A preset's name and the fields of K3Config that differ from it.")
+
+
+def _data_schema() -> type:
+    """The fields of DataConfig, which is frozen; omegaconf fills only dataclasses that are not."""
+    hints = get_type_hints(DataConfig)
+    fields = [(f.name, hints[f.name], field(default=f.default)) for f in dataclasses.fields(DataConfig)]
+    return _schema("DataSection", fields, DataConfig.__doc__ or "")
+
+
+def _schema(name: str, fields: list[Any], doc: str) -> type:
+    schema = dataclasses.make_dataclass(name, fields)
+    schema.__module__, schema.__doc__ = __name__, doc
     return schema
 
 
@@ -166,10 +164,12 @@ if TYPE_CHECKING:
 
         preset: str
 
-        def __getattr__(self, name: str) -> Any: ...
+    class DataSection(DataConfig):
+        """What `_data_schema` makes at run time."""
 
 else:
     ModelConfig = _model_schema()
+    DataSection = _data_schema()
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Config:
     dry_run: bool = False
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataSection = field(default_factory=DataSection)
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -190,6 +190,15 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+
+    def data_config(self) -> DataConfig:
+        """What `build_corpus` takes."""
+        return DataConfig(**vars(self.data))
+
+    def model_overrides(self) -> dict[str, Any]:
+        """The fields of K3Config that the user set."""
+        fields = {k: v for k, v in vars(self.model).items() if k != "preset" and v is not None}
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, ready for YAML, JSON or wandb."""
