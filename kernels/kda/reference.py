@@ -1,0 +1,172 @@
+"""Plain references of Kimi Delta Attention: the recurrence, its chunkwise R/U form, and the gates.
+
+Legend: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0), K key dim, V value dim,
+C tokens of a chunk. `g` is the log decay (<= 0), `beta` the write strength. State is [N, HV, K, V].
+
+Sources: Kimi Linear (KDA recurrence, eq. 9), Kimi K3 report eq. 1-4 (lower-bounded gate, chunkwise form).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from kernels.precision import accumulation_dtype
+
+KdaResult = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def kda_gate(
+    raw_g_BTHK: torch.Tensor,
+    A_log_H: torch.Tensor | None,
+    dt_bias_HK: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+) -> torch.Tensor:
+    """Log decay from its logits: `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`, or, without a bound,
+    `-exp(A_log) * softplus(g + dt_bias)`.
+
+    Args:
+        raw_g_BTHK: [..., H, K] logits.
+        A_log_H: [H], one scalar a head; None means exp(A_log) = 1.
+        dt_bias_HK: [H, K] or [H * K], or None.
+        lower_bound: the bound (K3: -5) or None for the softplus gate of Kimi Linear and Gated DeltaNet.
+
+    Returns:
+        [..., H, K] log decay, fp32 (fp64 for fp64 logits).
+    """
+    dtype = accumulation_dtype(raw_g_BTHK)
+    z = raw_g_BTHK.to(dtype)
+    if dt_bias_HK is not None:
+        z = z + dt_bias_HK.to(dtype).view(raw_g_BTHK.shape[-2:])
+    rate = None if A_log_H is None else A_log_H.to(dtype).exp().unsqueeze(-1)
+    if lower_bound is None:
+        gate = -F.softplus(z)
+        return gate if rate is None else gate * rate
+    return lower_bound * torch.sigmoid(z if rate is None else rate * z)
+
+
+def naive_recurrent_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> KdaResult:
+    """KDA, token by token: decay, then the delta rule on the decayed state, then the read-out.
+
+        S <- diag(exp g_t) S;   S <- S + k_t (beta_t (v_t - S^T k_t))^T;   o_t = S^T (scale q_t)
+
+    Args:
+        q, k: [B, T, H, K].  v: [B, T, HV, V].  g: [B, T, HV, K] log decay.  beta: [B, T, HV].
+        scale: of the queries; default K ** -0.5.
+        initial_state: [N, HV, K, V], N = B or the number of sequences.
+        cu_seqlens: [N + 1] boundaries of sequences packed into B = 1; empty sequences are allowed.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final state [N, HV, K, V] (fp32, or fp64) or None.
+    """
+    return _by_sequence(_recurrent, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def naive_chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_size: int = 64,
+) -> KdaResult:
+    """KDA by chunks in the R/U form; arguments and results of `naive_recurrent_kda`, and `chunk_size`.
+
+    With G the running sum of g inside a chunk and H the state at its start:
+
+        A_rs = beta_r sum_d k_rd k_sd e^(G_rd - G_sd)   (s < r),    P_rs = scale sum_d q_rd k_sd e^(G_rd - G_sd)   (s <= r)
+        R = beta (V - (K e^G) H),   (I + A) U = R,   O = scale (Q e^G) H + P U,   H' = e^(G_C) H + (K e^(G_C - G))^T U
+
+    Every exponent is a difference that is <= 0, taken pair by pair: exact for any gate, at C * C * K memory.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} is out of range; allowed: 1 or more")
+
+    def chunked(q, k, v, g, beta, state):
+        outs = [v[:, :, :0]]
+        for start in range(0, q.shape[2], chunk_size):
+            piece = slice(start, start + chunk_size)
+            out, state = _one_chunk(*(x[:, :, piece] for x in (q, k, v, g, beta)), state)
+            outs.append(out)
+        return torch.cat(outs, 2), state
+
+    return _by_sequence(chunked, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def _recurrent(q, k, v, g, beta, state):
+    outs = []
+    for t in range(q.shape[2]):
+        state = state * g[:, :, t].exp().unsqueeze(-1)
+        error = v[:, :, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t])
+        state = state + k[:, :, t].unsqueeze(-1) * (beta[:, :, t].unsqueeze(-1) * error).unsqueeze(-2)
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, :, t]))
+    return (torch.stack(outs, 2) if outs else v.clone()), state
+
+
+def _one_chunk(q, k, v, g, beta, state):
+    """One chunk of every sequence: [B, HV, C, ...] inputs (q scaled), state [B, HV, K, V]."""
+    G = g.cumsum(2)
+    causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    exponent = G.unsqueeze(3) - G.unsqueeze(2)
+    decay = exponent.masked_fill(~causal[..., None], -torch.inf).exp()
+    A = beta.unsqueeze(-1) * torch.einsum("bhrd,bhsd,bhrsd->bhrs", k, k, decay).tril(-1)
+    P = torch.einsum("bhrd,bhsd,bhrsd->bhrs", q, k, decay)
+    R = beta.unsqueeze(-1) * (v - (k * G.exp()) @ state)
+    U = torch.linalg.solve_triangular(A, R, upper=False, unitriangular=True)
+    out = (q * G.exp()) @ state + P @ U
+    last = G[:, :, -1:]
+    state = last.exp().transpose(-1, -2) * state + (k * (last - G).exp()).transpose(-1, -2) @ U
+    return out, state
+
+
+def _by_sequence(
+    one: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor | None,
+) -> KdaResult:
+    """Run `one(q, k, v, g, beta, state)` on [B, HV, T, ...] tensors of the accumulation dtype, sequence by sequence."""
+    dtype = accumulation_dtype(v)
+    groups = v.shape[2] // q.shape[2]
+    q, k = (x.to(dtype).repeat_interleave(groups, 2).transpose(1, 2) for x in (q, k))
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    v_dtype = v.dtype
+    v, g, beta = (x.to(dtype).transpose(1, 2) for x in (v, g, beta))
+    bounds = None if cu_seqlens is None else [int(c) for c in cu_seqlens]
+    n = v.shape[0] if bounds is None else len(bounds) - 1
+    if initial_state is None:
+        state = v.new_zeros(n, v.shape[1], q.shape[-1], v.shape[-1])
+    else:
+        state = initial_state.to(dtype)
+    if bounds is None:
+        out, state = one(q, k, v, g, beta, state)
+    else:
+        outs, states = [v[:, :, :0]], [state[:0]]
+        for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            o, s = one(*(x[:, :, start:end] for x in (q, k, v, g, beta)), state[i : i + 1])
+            outs.append(o)
+            states.append(s)
+        out, state = torch.cat(outs, 2), torch.cat(states)
+    return out.transpose(1, 2).to(v_dtype), (state if output_final_state else None)
