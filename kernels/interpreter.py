@@ -185,7 +185,8 @@ def repair() -> None:
     if not triton.__version__.startswith(SUPPORTED_TRITON):
         raise RuntimeError(
             f"TRITON_INTERPRET=1 needs triton=={SUPPORTED_TRITON}.*, got {triton.__version__}: "
-            "kernels/interpreter.py repairs private parts of that version; install triton==3.6.0 or unset TRITON_INTERPRET"
+            "kernels/interpreter.py repairs private parts of that version; "
+            "install triton==3.6.0 or unset TRITON_INTERPRET"
         )
     builder = interpreter.InterpreterBuilder
     interpreter._convert_float = _convert_float
