@@ -38,7 +38,13 @@ _MULTIPLE_OF_8 = (
     "latent_size",
     "expert_ffn_size",
 )
-_STRICTLY_POSITIVE = ("situ_beta_gate", "situ_beta_up", "rms_norm_eps", "mla_norm_eps", "routed_scaling_factor")
+_STRICTLY_POSITIVE = (
+    "situ_beta_gate",
+    "situ_beta_up",
+    "rms_norm_eps",
+    "mla_norm_eps",
+    "routed_scaling_factor",
+)
 _NON_NEGATIVE = ("mla_every", "num_dense_layers", "num_shared_experts", "num_mtp_layers")
 
 
@@ -167,7 +173,8 @@ class K3Config:
     def parameter_sizes(self) -> dict[str, int]:
         """Parameters of each building block, norms before it excluded:
         kda, mla, dense, moe (what every token passes: router, latent projections and norm, shared experts),
-        expert (one routed expert), attention_residual (one site), norm (one RMSNorm of the hidden size), embedding.
+        expert (one routed expert), attention_residual (one site), norm (an RMSNorm of the hidden size),
+        embedding.
         """
         d, kda = self.hidden_size, self.kda_size
         decay = (d + kda) * self.kda_head_dim + kda + self.padded_kda_heads
@@ -192,8 +199,8 @@ class K3Config:
     def num_parameters(self) -> tuple[int, int]:
         """(total, active) parameters, exactly those of K3Model, without allocating.
 
-        Active: what one token passes through. Of the routed experts top_k count; the head counts, tied or not;
-        an untied input embedding (a table look-up) does not. An MTP layer counts in both.
+        Active: what one token passes through. Of the routed experts top_k count; the head counts, tied or
+        not; an untied input embedding (a table look-up) does not. An MTP layer counts in both.
         """
         size = self.parameter_sizes()
         layers = self.num_layers + self.num_mtp_layers
@@ -232,6 +239,11 @@ class K3Config:
         self._require(self.mtp_weight >= 0, "mtp_weight", "must not be negative")
         self._require(self.num_mtp_layers <= 1, "num_mtp_layers", "must be 0 or 1")
         self._require(self.kda_head_dim <= 256, "kda_head_dim", "must be at most 256 (KDA kernels' limit)")
+        self._require(
+            self.v_head_dim <= self.qk_head_dim,
+            "v_head_dim",
+            f"must be at most qk_nope_head_dim + qk_rope_head_dim = {self.qk_head_dim}",
+        )
         self._require(-5 <= self.gate_lower_bound < 0, "gate_lower_bound", "must lie in [-5, 0)")
         self._require(
             self.num_dense_layers <= self.num_layers,
