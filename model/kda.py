@@ -91,22 +91,22 @@ class KimiDeltaAttention(nn.Module):
             output_final_state=keep,
         )
         q, k, v = qkv.view(B, T, 3, self.num_heads, self.head_dim).unbind(2)
-        arguments: dict[str, Any] = dict(
-            q=q,
-            k=k,
-            v=v,
-            g=self.decay_up_proj(self.decay_down_proj(x_BTD)).view(B, T, self.num_heads, self.head_dim),
-            beta=self.beta_proj(x_BTD),
-            A_log=at_least_fp32(self.A_log[: self.num_heads]),
-            dt_bias=at_least_fp32(self.dt_bias),
-            initial_state=cache.state if cache else None,
-            output_final_state=keep,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            lower_bound=self.lower_bound,
-            cu_seqlens=cu_seqlens,
-        )
+        arguments: dict[str, Any] = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": self.decay_up_proj(self.decay_down_proj(x_BTD)).view(B, T, self.num_heads, self.head_dim),
+            "beta": self.beta_proj(x_BTD),
+            "A_log": at_least_fp32(self.A_log[: self.num_heads]),
+            "dt_bias": at_least_fp32(self.dt_bias),
+            "initial_state": cache.state if cache else None,
+            "output_final_state": keep,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "lower_bound": self.lower_bound,
+            "cu_seqlens": cu_seqlens,
+        }
         if keep and T == 1:
             o, state = fused_recurrent_kda(**arguments)
         else:
