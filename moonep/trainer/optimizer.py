@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Not decayed though they have two dimensions: tables of per-token or per-channel vectors.
-NOT_MATRICES = ("embed", "conv", "A_log", "dt_bias")
-
-
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: to matrices and stacks of them, not to norms, constants or embeddings."""
-    return parameter.ndim >= 2 and not any(word in name for word in NOT_MATRICES)
+from model.k3 import decays
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:

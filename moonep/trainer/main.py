@@ -1,0 +1,159 @@
+"""The program around a run: reads the command line, joins the ranks, turns failures into one line.
+
+Exit codes: 0 finished, 1 failed while running, 2 wrong input, 128 + n stopped by signal n.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moonep.errors import CheckpointError, ContractError, DataError, MoonEPError
+
+WRONG_INPUT = (ContractError, DataError, CheckpointError, ValueError, FileNotFoundError, PermissionError)
+HELP = """train.py: trains a K3-style mixture-of-experts model.
+
+  python train.py experiment=quickstart                                   one process
+  torchrun --standalone --nproc_per_node=2 train.py experiment=quickstart two ranks
+  python train.py experiment=quickstart dry_run=true                      what would run
+
+Every key below is set as key=value; model=NAME and the other groups choose a file of configs/GROUP/.
+--config-dir DIR adds a folder of configs; --cfg job prints the configuration alone.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `train.py` with these words. Returns the exit code."""
+    # The launcher shows every rank's output: what all ranks would say alike, one rank of each node says.
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        config, request = _configure(argv)
+        if request is not None or config.dry_run:
+            if speaks:
+                _print_request(config, request)
+            return 0
+    except (MoonEPError, ValueError, OSError) as error:
+        if speaks:
+            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return _run(config)
+
+
+def one_line(error: BaseException) -> str:
+    """The message without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _configure(argv: Sequence[str]) -> tuple[Any, str | None]:
+    from moonep.trainer.compose import compose
+    from moonep.trainer.config import Config
+    from moonep.trainer.derived import check_values
+
+    config, request = compose("train", Config, argv)
+    check_values(config)
+    return config, request
+
+
+def _print_request(config: Any, request: str | None) -> None:
+    import yaml
+
+    if request == "help":
+        print(HELP)
+    print(yaml.safe_dump(config.to_dict(), sort_keys=False).rstrip())
+    if request is None:
+        from moonep.trainer.loop import describe
+
+        world_size = int(os.environ.get("WORLD_SIZE", config.parallel.ep or 1))
+        print(f"\n{describe(config, world_size)}")
+
+
+def _run(config: Any) -> int:
+    """Trains; reports a failure to the other ranks and to the user."""
+    import torch.distributed as dist
+
+    from moonep.trainer import loop
+    from moonep.trainer.engine import init_distributed
+    from moonep.trainer.watch import FailureWatch, StopRequest
+
+    stop = StopRequest()
+    stop.install()
+    watch: FailureWatch | None = None
+    run: loop.Run | None = None
+    try:
+        device = init_distributed()
+        store = dist.distributed_c10d._get_default_store()
+        watch = FailureWatch(store, dist.get_rank(), dist.get_world_size())
+        watch.start()
+        run = loop.prepare(config, device, stop)
+        loop.train(run)
+        if stop.signal_name is not None or run.step < config.train.steps:
+            return _stopped(run, watch)
+        loop.finish(run)
+        dist.barrier()
+        watch.close()
+        dist.destroy_process_group()
+        return 0
+    except BaseException as error:
+        return _failed(error, watch, run)
+
+
+def _stopped(run: Any, watch: Any) -> int:
+    """A signal asked to stop between two steps: save, say how to go on."""
+    from moonep.trainer import loop
+
+    saved = loop.save(run) if run.step else None
+    watch.close()
+    run.parts.routing.close()
+    if run.is_first:
+        if run.metrics is not None:
+            run.metrics.close()
+        name = run.stop.signal_name or "a signal to another rank"
+        words = f"stopped by {name} after step {run.step}"
+        if saved is not None:
+            words += f"; wrote {saved}; go on with run.dir={run.folder} checkpoint.resume=true"
+        print(words, file=sys.stderr, flush=True)
+    return run.stop.exit_code
+
+
+def _failed(error: BaseException, watch: Any, run: Any) -> int:
+    """One line on stderr, the traceback of an unexpected error in a file, the other ranks told."""
+    if isinstance(error, SystemExit):
+        return int(error.code or 0) if not isinstance(error.code, str) else 1
+    expected = isinstance(error, (MoonEPError, *WRONG_INPUT))
+    message = one_line(error) if expected else f"{type(error).__name__}: {one_line(error)}"
+    if isinstance(error, KeyboardInterrupt):
+        message = "interrupted"
+    rank = int(os.environ.get("RANK", "0"))
+    if not expected and not isinstance(error, KeyboardInterrupt):
+        message += f" (traceback in {_write_traceback(error, run, rank)})"
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    print_it = True
+    if watch is not None:
+        print_it = watch.announce(message)
+    if print_it:
+        prefix = f"rank {rank}: " if several else ""
+        print(f"error: {prefix}{message}", file=sys.stderr, flush=True)
+    if watch is not None:
+        watch.linger()
+    code = 2 if isinstance(error, WRONG_INPUT) else 1
+    # A collective of another thread may hold the interpreter: leave without waiting for anything.
+    sys.stdout.flush()
+    if several:
+        os._exit(code)
+    return code
+
+
+def _write_traceback(error: BaseException, run: Any, rank: int) -> Path:
+    folder = run.folder if run is not None else Path(".")
+    path = folder / f"error_rank_{rank}.txt"
+    try:
+        path.write_text("".join(traceback.format_exception(error)))
+    except OSError:
+        traceback.print_exception(error)
+    return path
