@@ -70,7 +70,7 @@ class LocalExperts(nn.Module):
         )
         place = torch.empty_like(order)
         place[order] = torch.arange(T * K, device=ids.device)
-        rows_TKH = rows[place].view(T, K, -1)
+        rows_TKH = rows[place].view(T, K, x_TH.shape[1])
         return (rows_TKH * route_weights_TK.unsqueeze(-1)).sum(dim=1).to(x_TH.dtype)
 
 

@@ -17,7 +17,7 @@ def test_k3_counts_are_the_published_ones():
 def test_k3_mini_is_the_published_reproduction():
     total, active = K3Config.preset("k3-mini").num_parameters()
     assert round(total / 1e9, 2) == 1.02
-    assert round((active / 1e6)) == 145
+    assert round(active / 1e6) == 145
     assert round((active - 163_840 * 512) / 1e6) == 61
 
 
