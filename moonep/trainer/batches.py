@@ -34,7 +34,7 @@ def hash64(*values: int) -> int:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """Place of `index` in a pseudo-random permutation of `range(size)`: a Feistel network with cycle walking."""
+    """Place of `index` in a pseudo-random permutation of `range(size)` (Feistel network, cycle walking)."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:

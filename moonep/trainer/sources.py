@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -78,7 +79,7 @@ def open_source(path: str | None, pattern: str = "*") -> TextSource:
 def stdlib_source() -> TextSource:
     """The standard library's `.py` files, without `EXCLUDED_FOLDERS` and `EXCLUDED_PATTERNS`."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [p for p in root.rglob("*.py") if _in_library(p.relative_to(root))]
+    files = [p for p in _python_files(root) if _in_library(p.relative_to(root))]
     if not files:
         raise DataError(
             f"the standard library at {root} holds no .py files; give data.path=, a file or folder"
@@ -91,9 +92,14 @@ def file_fraction(content: bytes) -> float:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
 
 
+def _python_files(root: Path) -> Iterator[Path]:
+    """`.py` files below `root`; excluded folders are not entered: site-packages can be huge."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
 def _in_library(relative: Path) -> bool:
-    if EXCLUDED_FOLDERS.intersection(relative.parts[:-1]):
-        return False
     names = (relative.as_posix(), relative.parts[0])
     return not any(fnmatch(name, pattern) for name in names for pattern in EXCLUDED_PATTERNS)
 
