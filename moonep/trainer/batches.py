@@ -63,14 +63,16 @@ class Batch:
 
 
 def make_batch(split: TokenSplit, starts: list[int], context: int) -> Batch:
-    """Windows of `context` tokens at `starts` of a split, with next-token targets."""
-    tokens = np.empty((len(starts), context), dtype=np.int64)
-    targets = np.empty_like(tokens)
+    """Windows of `context` tokens at `starts`, with next-token targets; what lies past the split's end is
+    masked.
+    """
+    tokens = np.zeros((len(starts), context), dtype=np.int64)
+    targets = np.full_like(tokens, IGNORE)
     offsets: list[int] = []
     packed = False
     for row, start in enumerate(starts):
         window = split.window(start, context + 1)
-        tokens[row], targets[row] = window[:-1], window[1:]
+        tokens[row, : len(window) - 1], targets[row, : len(window) - 1] = window[:-1], window[1:]
         inner = split.starts_within(start + 1, start + context + 1) - start
         targets[row, inner - 1] = IGNORE
         inner = inner[inner < context]

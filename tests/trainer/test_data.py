@@ -126,7 +126,7 @@ def test_empty_corpora_are_refused(tmp_path):
         with pytest.raises(DataError, match=r"data\.path=.* is empty"):
             build_corpus(DataConfig(path=str(path)))
     (tmp_path / "empty.txt").write_text("ab")
-    with pytest.raises(DataError, match="split of empty.txt"):
+    with pytest.raises(DataError, match=r"split of empty\.txt"):
         build_corpus(DataConfig(path=str(tmp_path / "empty.txt"), tokenizer="characters"))
 
 
@@ -186,6 +186,12 @@ def test_documents_are_packed_and_their_borders_masked():
 def test_a_border_at_the_very_end_masks_the_target_without_packing():
     batch = make_batch(numbers(100, documents=[0, 8]), [0], context=8)
     assert batch.cu_seqlens is None and batch.targets[0, -1] == IGNORE and batch.targets[0, -2] == 7
+
+
+def test_a_window_past_the_end_is_padded_and_masked():
+    batch = make_batch(numbers(20), [16], context=8)
+    assert batch.tokens.tolist() == [[16, 17, 18, 0, 0, 0, 0, 0]]
+    assert batch.targets.tolist() == [[17, 18, 19, *[IGNORE] * 5]]
 
 
 def step_of(split, world: int, accumulation: int, micro: int, step: int, **options) -> torch.Tensor:
