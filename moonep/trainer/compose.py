@@ -217,6 +217,7 @@ def compose(primary: str, schema: type[T], argv: Sequence[str] = ()) -> tuple[T,
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     overrides, folders, request = _parse_flags(argv)
     checker = _Checker(schema, [CONFIG_DIR, *folders], primary)
@@ -230,7 +231,7 @@ def compose(primary: str, schema: type[T], argv: Sequence[str] = ()) -> tuple[T,
             config = hydra_compose(primary, checked)
         OmegaConf.resolve(config)
         result = OmegaConf.to_object(config)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explain(error, checker)) from None
     assert dataclasses.is_dataclass(result)
     return result, request  # type: ignore[return-value]
@@ -238,20 +239,20 @@ def compose(primary: str, schema: type[T], argv: Sequence[str] = ()) -> tuple[T,
 
 def _explain(error: BaseException, checker: _Checker) -> str:
     """One line for an error found inside the YAML files themselves."""
-    from omegaconf.errors import OmegaConfBaseException
-
-    cause: BaseException | None = error
-    deepest: BaseException = error
-    while cause is not None:
-        if isinstance(cause, OmegaConfBaseException):
-            deepest = cause
-        cause = cause.__cause__
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
     where = re.search(r"In '([^']+)'", str(error))
     place = f"{where.group(1)}: " if where else ""
-    key = getattr(deepest, "full_key", None)
-    line = str(deepest).splitlines()[0]
-    if key and "not in" in line:
+    for link in chain:
+        missing = re.search(r"Could not find '(\w+)/([^']+)'", str(link))
+        if missing and missing.group(1) in checker.groups:
+            group, name = missing.groups()
+            return f"{place}{group}={name}: no such choice{did_you_mean(name, checker.groups[group])}"
+    keyed = [link for link in chain if getattr(link, "full_key", None)]
+    if not keyed:
+        return place + " ".join(str(chain[-1]).split())
+    key, line = keyed[0].full_key, str(keyed[0]).splitlines()[0]  # type: ignore[attr-defined]
+    if "not in" in line:
         return f"{place}unknown key {key!r}{_nearest_key(key, checker.keys)}"
-    if key:
-        return f"{place}{key}: {_type_message(deepest)} (got {getattr(deepest, 'value', None)!r})"
-    return f"{place}{line}"
+    return f"{place}{key}: {_type_message(keyed[0])}"
