@@ -1,4 +1,4 @@
-"""`chunk_kda` and `fused_recurrent_kda` with the arguments of the functions of the same names in fla-core 0.6.0."""
+"""`chunk_kda` and `fused_recurrent_kda`, with the arguments of their namesakes in fla-core 0.6.0."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chunk_kda(
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Kimi Delta Attention over whole sequences, differentiable in every tensor argument.
+    """Kimi Delta Attention over whole sequences, differentiable once in every float tensor.
 
     Args:
         q, k: [B, T, H, K].
@@ -49,14 +49,14 @@ def chunk_kda(
         g: [B, T, HV, K], the log decay, or its logits with `use_gate_in_kernel`.
         beta: [B, T, HV], the write strength, or its logits with `use_beta_sigmoid_in_kernel`.
         scale: of the queries; default K ** -0.5.
-        initial_state: [N, HV, K, V] fp32 (fp64 with fp64 inputs), or [N, HV, V, K] with `state_v_first`; N = B, or the
-            number of sequences.
+        initial_state: [N, HV, K, V] fp32 (fp64 with fp64 inputs), or [N, HV, V, K] with `state_v_first`;
+            N = B, or the number of sequences.
         output_final_state: return the state after the last token of each sequence.
         use_qk_l2norm_in_kernel: q, k <- x / sqrt(sum x^2 + 1e-6).
         use_gate_in_kernel: g <- `kda_gate(g, A_log, dt_bias, lower_bound)`.
         use_beta_sigmoid_in_kernel: beta <- sigmoid(beta), or 2 sigmoid(beta) with `allow_neg_eigval`.
-        safe_gate, disable_recompute, use_graph, max_num_seqs, cu_seqlens_cpu: accepted and without effect on the result:
-            every gate is handled safely, nothing synchronises with the host on a GPU.
+        safe_gate, disable_recompute, use_graph, max_num_seqs, cu_seqlens_cpu: accepted, without effect on the
+            result: every gate is handled safely.
         lower_bound: bound of the gate (K3: -5), with `use_gate_in_kernel`; None takes the softplus gate.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1] boundaries of sequences packed into B = 1; empty ones keep their state.
@@ -79,22 +79,22 @@ def chunk_kda(
         raise ValueError(f"lower_bound={lower_bound} with safe_gate=True; allowed: -5 <= lower_bound < 0")
     if not use_gate_in_kernel:
         A_log = dt_bias = lower_bound = None
-    _check(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    _check(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, A_log, dt_bias)
     _check_flags(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, lower_bound)
-    arguments = dict(
-        scale=k.shape[-1] ** -0.5 if scale is None else float(scale),
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        A_log=A_log,
-        dt_bias=dt_bias,
-    )
+    arguments = {
+        "scale": k.shape[-1] ** -0.5 if scale is None else float(scale),
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+        "lower_bound": lower_bound,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+    }
     return _run(backend, "chunk", q, k, v, g, beta, arguments)
 
 
@@ -120,34 +120,34 @@ def fused_recurrent_kda(
     backend: str = "auto",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Kimi Delta Attention for decoding: arguments, results and errors of `chunk_kda`, in fla-core's order."""
+    """KDA for decoding; arguments, results and errors of `chunk_kda`, in fla-core's order."""
     state_v_first = _renamed_layout(kwargs, state_v_first)
     _refuse(kwargs)
     if not use_gate_in_kernel:
         A_log = dt_bias = lower_bound = None
-    _check(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    _check(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, A_log, dt_bias)
     _check_flags(use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, A_log, lower_bound)
-    arguments = dict(
-        scale=k.shape[-1] ** -0.5 if scale is None else float(scale),
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        A_log=A_log,
-        dt_bias=dt_bias,
-    )
+    arguments = {
+        "scale": k.shape[-1] ** -0.5 if scale is None else float(scale),
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+        "lower_bound": lower_bound,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+    }
     return _run(backend, "recurrent", q, k, v, g, beta, arguments)
 
 
 def _run(backend, form, q, k, v, g, beta, arguments):
     """The Triton kernels where they exist and are chosen, else the reference."""
     use_triton(backend, q)
-    return reference_kda(q, k, v, g, beta, form=form, **arguments)
+    return reference_kda(q, k, v, g, beta, **arguments)
 
 
 def _renamed_layout(kwargs: dict[str, Any], state_v_first: bool) -> bool:
@@ -174,20 +174,17 @@ def _check_flags(gate_in_kernel, beta_sigmoid, allow_neg_eigval, A_log, lower_bo
         raise ValueError("use_gate_in_kernel=True needs A_log, or lower_bound")
 
 
-def _check(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias) -> None:
+def _check(q, k, v, g, beta, initial_state, state_v_first, cu_seqlens, A_log, dt_bias) -> None:
     if q.dim() != 4 or q.shape != k.shape:
-        raise ValueError(f"q and k must have one shape [B, T, H, K]; got q={list(q.shape)}, k={list(k.shape)}")
+        raise ValueError(f"q and k must have one shape [B, T, H, K]; got {list(q.shape)} and {list(k.shape)}")
     batch, tokens, heads, key_dim = q.shape
     if v.dim() != 4 or v.shape[:2] != q.shape[:2] or heads == 0 or v.shape[2] % heads:
         raise ValueError(f"v must be [B, T, HV, V] with HV a multiple of H={heads}; got {list(v.shape)}")
     value_heads, value_dim = v.shape[2:]
-    wanted: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = [
-        ("g", g, (batch, tokens, value_heads, key_dim)),
-        ("beta", beta, (batch, tokens, value_heads)),
-    ]
-    for name, tensor, shape in wanted:
-        if tensor is None or tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {list(shape)}; got {None if tensor is None else list(tensor.shape)}")
+    gate_shape = (batch, tokens, value_heads, key_dim)
+    for name, tensor, shape in (("g", g, gate_shape), ("beta", beta, gate_shape[:3])):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}; got {list(tensor.shape)}")
     if A_log is not None and A_log.numel() != value_heads:
         raise ValueError(f"A_log must have HV={value_heads} elements; got {A_log.numel()}")
     if dt_bias is not None and dt_bias.numel() != value_heads * key_dim:
@@ -196,6 +193,9 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias) -> None:
         raise ValueError(f"cu_seqlens needs sequences packed into B=1; got B={batch}")
     if initial_state is not None:
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        shapes = {(sequences, value_heads, key_dim, value_dim), (sequences, value_heads, value_dim, key_dim)}
-        if tuple(initial_state.shape) not in shapes:
-            raise ValueError(f"initial_state must be one of {sorted(shapes)}; got {list(initial_state.shape)}")
+        wanted = [sequences, value_heads, key_dim, value_dim]
+        if state_v_first:
+            wanted[2:] = value_dim, key_dim
+        if list(initial_state.shape) != wanted:
+            layout = f"with state_v_first={state_v_first}"
+            raise ValueError(f"initial_state must be {wanted} {layout}; got {list(initial_state.shape)}")

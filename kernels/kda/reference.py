@@ -1,13 +1,14 @@
 """Plain references of Kimi Delta Attention: the recurrence, its chunkwise R/U form, and the gates.
 
-Legend: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0), K key dim, V value dim,
-C tokens of a chunk. `g` is the log decay (<= 0), `beta` the write strength. State is [N, HV, K, V].
+Legend: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0), K key dim, V value
+dim, C tokens of a chunk. `g` is the log decay (<= 0), `beta` the write strength. State is [N, HV, K, V].
 
 Sources: Kimi Linear (KDA recurrence, eq. 9), Kimi K3 report eq. 1-4 (lower-bounded gate, chunkwise form).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -90,8 +91,10 @@ def naive_chunk_kda(
 
     With G the running sum of g inside a chunk and H the state at its start:
 
-        A_rs = beta_r sum_d k_rd k_sd e^(G_rd - G_sd)   (s < r),    P_rs = scale sum_d q_rd k_sd e^(G_rd - G_sd)   (s <= r)
-        R = beta (V - (K e^G) H),   (I + A) U = R,   O = scale (Q e^G) H + P U,   H' = e^(G_C) H + (K e^(G_C - G))^T U
+        A_rs = beta_r sum_d k_rd k_sd e^(G_rd - G_sd)   (s < r)
+        P_rs = scale sum_d q_rd k_sd e^(G_rd - G_sd)    (s <= r)
+        R = beta (V - (K e^G) H)         (I + A) U = R
+        O = scale (Q e^G) H + P U        H' = e^(G_C) H + (K e^(G_C - G))^T U
 
     Every exponent is a difference that is <= 0, taken pair by pair: exact for any gate, at C * C * K memory.
     """
@@ -99,10 +102,11 @@ def naive_chunk_kda(
         raise ValueError(f"chunk_size={chunk_size} is out of range; allowed: 1 or more")
 
     def chunked(q, k, v, g, beta, state):
-        outs = [v[:, :, :0]]
-        for start in range(0, q.shape[2], chunk_size):
-            piece = slice(start, start + chunk_size)
-            out, state = _one_chunk(*(x[:, :, piece] for x in (q, k, v, g, beta)), state)
+        inputs = (q, k, v, g, beta)
+        outs = [inputs[2][:, :, :0]]
+        for start in range(0, inputs[0].shape[2], chunk_size):
+            q, k, v, g, beta = (x[:, :, start : start + chunk_size] for x in inputs)
+            out, state = _one_chunk(q, k, v, g, beta, state)
             outs.append(out)
         return torch.cat(outs, 2), state
 
@@ -121,17 +125,18 @@ def _recurrent(q, k, v, g, beta, state):
 
 def _one_chunk(q, k, v, g, beta, state):
     """One chunk of every sequence: [B, HV, C, ...] inputs (q scaled), state [B, HV, K, V]."""
-    G = g.cumsum(2)
+    # Summed in fp64: one gate of -1000 would cost an fp32 sum the digits of every later difference.
+    G = g.to(torch.float64).cumsum(2)
     causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     exponent = G.unsqueeze(3) - G.unsqueeze(2)
-    decay = exponent.masked_fill(~causal[..., None], -torch.inf).exp()
+    decay = exponent.masked_fill(~causal[..., None], -torch.inf).exp().to(q.dtype)
     A = beta.unsqueeze(-1) * torch.einsum("bhrd,bhsd,bhrsd->bhrs", k, k, decay).tril(-1)
     P = torch.einsum("bhrd,bhsd,bhrsd->bhrs", q, k, decay)
-    R = beta.unsqueeze(-1) * (v - (k * G.exp()) @ state)
+    from_start, to_end = G.exp().to(q.dtype), (G[:, :, -1:] - G).exp().to(q.dtype)
+    R = beta.unsqueeze(-1) * (v - (k * from_start) @ state)
     U = torch.linalg.solve_triangular(A, R, upper=False, unitriangular=True)
-    out = (q * G.exp()) @ state + P @ U
-    last = G[:, :, -1:]
-    state = last.exp().transpose(-1, -2) * state + (k * (last - G).exp()).transpose(-1, -2) @ U
+    out = (q * from_start) @ state + P @ U
+    state = from_start[:, :, -1].unsqueeze(-1) * state + (k * to_end).transpose(-1, -2) @ U
     return out, state
 
 
@@ -147,7 +152,7 @@ def _by_sequence(
     output_final_state: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> KdaResult:
-    """Run `one(q, k, v, g, beta, state)` on [B, HV, T, ...] tensors of the accumulation dtype, sequence by sequence."""
+    """Run `one(q, k, v, g, beta, state)` on [B, HV, T, ...] tensors, sequence by sequence."""
     dtype = accumulation_dtype(v)
     groups = v.shape[2] // q.shape[2]
     q, k = (x.to(dtype).repeat_interleave(groups, 2).transpose(1, 2) for x in (q, k))
@@ -164,7 +169,7 @@ def _by_sequence(
         out, state = one(q, k, v, g, beta, state)
     else:
         outs, states = [v[:, :, :0]], [state[:0]]
-        for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for i, (start, end) in enumerate(itertools.pairwise(bounds)):
             o, s = one(*(x[:, :, start:end] for x in (q, k, v, g, beta)), state[i : i + 1])
             outs.append(o)
             states.append(s)
