@@ -1,0 +1,208 @@
+"""Sizes, workspace and launches of the KDA kernels. No launch reads a tensor on the host; grids depend on shapes alone.
+
+Legend: B batch, T tokens, N sequences, H query/key heads, HV value heads, K key and V value channels, C = 64 tokens of
+a chunk, KP = K padded to a power of two, S chunk slots (tiles.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from kernels.kda.prepare import kda_prepare_kernel
+from kernels.kda.scan import kda_scan_kernel
+
+CHUNK = 64
+GATES = {"given": 0, "bounded": 1, "softplus": 2}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a call computes, beyond its tensors: sizes and the work done inside the kernels."""
+
+    B: int
+    T: int
+    N: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    scale: float
+    gate: str = "given"
+    lower_bound: float = 0.0
+    beta: int = 0  # 0 given, 1 sigmoid, 2 twice the sigmoid
+    l2_norm: bool = False
+    v_first: bool = False
+    varlen: bool = False
+
+    @property
+    def KP(self) -> int:
+        return max(64, triton.next_power_of_2(self.K))
+
+    @property
+    def slots(self) -> int:
+        if self.varlen:
+            return self.T // CHUNK + self.N
+        return self.B * triton.cdiv(self.T, CHUNK)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        inner = (self.V, self.K) if self.v_first else (self.K, self.V)
+        return (self.N, self.HV, *inner)
+
+
+@dataclass
+class Workspace:
+    """Per chunk and head, what the first launch leaves for the scans; fp16 operands, fp32 vectors."""
+
+    q_decayed: torch.Tensor  # [S, HV, C, KP]
+    k_decayed: torch.Tensor  # [S, HV, C, KP]
+    k_remaining: torch.Tensor  # [S, HV, C, KP]
+    n: torch.Tensor  # [S, HV, C, C]
+    p: torch.Tensor  # [S, HV, C, C]
+    decay: torch.Tensor  # [S, HV, KP]
+    beta: torch.Tensor  # [S, HV, C]
+    row_scale: torch.Tensor | None  # [S, HV, 2, C] of q and k, where there is no L2 norm in the kernel
+
+    @staticmethod
+    def allocate(problem: Problem, device: torch.device) -> Workspace:
+        tiles = (problem.slots, problem.HV)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+            return torch.empty(*tiles, *shape, dtype=dtype, device=device)
+
+        keys = (CHUNK, problem.KP)
+        return Workspace(
+            empty(*keys),
+            empty(*keys),
+            empty(*keys),
+            empty(CHUNK, CHUNK),
+            empty(CHUNK, CHUNK),
+            empty(problem.KP, dtype=torch.float32),
+            empty(CHUNK, dtype=torch.float32),
+            None if problem.l2_norm else empty(2, CHUNK, dtype=torch.float32),
+        )
+
+
+@dataclass
+class Saved:
+    """What the forward scan leaves for the backward: Z [S, HV, C, V] and the state before each chunk [S, HV, V, KP]."""
+
+    z: torch.Tensor
+    h: torch.Tensor
+
+    @staticmethod
+    def allocate(problem: Problem, device: torch.device) -> Saved:
+        tiles = (problem.slots, problem.HV)
+        z = torch.empty(*tiles, CHUNK, problem.V, dtype=torch.bfloat16, device=device)
+        return Saved(z, torch.empty(*tiles, problem.V, problem.KP, dtype=torch.bfloat16, device=device))
+
+
+def row_strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of batch, token and head of a [B, T, heads, dim] or [B, T, heads] tensor."""
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def prepare(problem: Problem, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> Workspace:
+    """First launch: operands of the scans, in parallel over chunks and value heads."""
+    work = Workspace.allocate(problem, q.device)
+    if problem.slots == 0:
+        return work
+    kda_prepare_kernel[(problem.slots * problem.HV,)](
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        work.q_decayed,
+        work.k_decayed,
+        work.k_remaining,
+        work.n,
+        work.p,
+        work.decay,
+        work.beta,
+        work.row_scale,
+        problem.lower_bound,
+        problem.T,
+        problem.N,
+        *row_strides(q),
+        *row_strides(k),
+        *row_strides(g),
+        *row_strides(beta),
+        HV=problem.HV,
+        GROUP=problem.HV // problem.H,
+        K=problem.K,
+        KP=problem.KP,
+        D=32,
+        GATE=GATES[problem.gate],
+        HAS_A=A_log is not None,
+        HAS_BIAS=dt_bias is not None,
+        BETA=problem.beta,
+        L2NORM=problem.l2_norm,
+        VARLEN=problem.varlen,
+        num_warps=4,
+        num_stages=1,
+    )
+    return work
+
+
+def scan(
+    problem: Problem,
+    work: Workspace,
+    v: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    saved: Saved | None,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    """Second launch: o [B, T, HV, V], and `final_state` and `saved` where given."""
+    o = torch.empty(problem.B, problem.T, problem.HV, problem.V, dtype=v.dtype, device=v.device)
+    BV, warps, stages = scan_shape(problem)
+    kda_scan_kernel[(triton.cdiv(problem.V, BV), problem.N * problem.HV)](
+        work.q_decayed,
+        work.k_decayed,
+        work.k_remaining,
+        work.n,
+        work.p,
+        work.decay,
+        work.beta,
+        work.row_scale,
+        v,
+        o,
+        None if saved is None else saved.z,
+        None if saved is None else saved.h,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        problem.scale,
+        problem.T,
+        *row_strides(v),
+        HV=problem.HV,
+        K=problem.K,
+        V=problem.V,
+        KP=problem.KP,
+        BV=BV,
+        V_FIRST=problem.v_first,
+        HAS_INITIAL=initial_state is not None,
+        HAS_FINAL=final_state is not None,
+        SAVE=saved is not None,
+        SCALED=not problem.l2_norm,
+        VARLEN=problem.varlen,
+        STAGES=stages,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return o
+
+
+def scan_shape(problem: Problem) -> tuple[int, int, int]:
+    """(value channels of a program, warps, pipeline stages) of the scans."""
+    if problem.KP > 128:
+        return 64, 8, 1
+    if problem.V > 64 and problem.N * problem.HV > 66:
+        return 128, 8, 2
+    return 64, 4, 2
