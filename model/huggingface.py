@@ -119,7 +119,7 @@ def _with_layer_pattern(fields: dict[str, Any], full_attn_layers: list[int]) -> 
     found = [layer + 1 for layer in range(config.num_layers) if config.is_mla(layer)]
     if found != wanted:
         raise ModelConfigError(
-            f"config.json has MLA in layers {wanted}; only every n-th layer and the last is supported ({found})"
+            f"config.json has MLA in layers {wanted}; supported: every n-th layer and the last, here {found}"
         )
     return config
 
