@@ -1,4 +1,4 @@
-"""The planner: who computes which tokens, and where every token then lies. Integers only; no device needed."""
+"""The planner: who computes which tokens, and where every token then lies. Integers only."""
 
 from __future__ import annotations
 

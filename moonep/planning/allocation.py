@@ -22,8 +22,8 @@ MAX_TOKENS = 2**31 - 1  # alloc is int32; products with tau then fit int64 by fa
 
 
 class Policy(Protocol):
-    """A balancing rule: `tokens_per_expert [..., R, E]` int64, tau in thousandths, slots -> `alloc [..., R,
-    E]` int32.
+    """A balancing rule: `tokens_per_expert [..., R, E]` integers, tau in thousandths, slots -> `alloc [...,
+    R, E]` int32.
     """
 
     def __call__(
@@ -125,8 +125,7 @@ def plan_allocation(
     if policy not in _POLICIES:
         raise ContractError(f"policy={policy!r} is unknown; choose one of {', '.join(registered_policies())}")
     slots = check_slots(slots, num_ranks, num_experts)
-    counts = tokens_per_expert.to(torch.int64)
-    alloc = _POLICIES[policy](counts, tau_thousandths=tau_in_thousandths(tau), slots=slots)
+    alloc = _POLICIES[policy](tokens_per_expert, tau_thousandths=tau_in_thousandths(tau), slots=slots)
     if policy not in _BUILT_IN:
         _check_foreign(policy, tokens_per_expert, alloc, slots)
     return alloc

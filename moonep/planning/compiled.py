@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
+import torch
 
+from moonep.errors import ContractError
 from moonep.planning import solvers
+from moonep.planning.allocation import MAX_TOKENS
 
 PYTHON_WORK = (
     1 << 14
@@ -20,17 +24,46 @@ PYTHON_WORK = (
 
 
 @cache
-def _numba_batch():
-    """`solvers.solve_batch` compiled; the compiled code is kept on disk where some folder can be written."""
+def _compiled() -> tuple[Any, Any]:
+    """(sum_sources, solve_batch) compiled; kept on disk where some folder can be written."""
     from numba import njit
     from numba.extending import register_jitable
 
     for helper in solvers.HELPERS:
         register_jitable(helper)
     try:
-        return njit(cache=True, nogil=True)(solvers.solve_batch)
-    except RuntimeError:  # no writable place for the cache, as in a read-only installation
-        return njit(nogil=True)(solvers.solve_batch)
+        kept = njit(cache=True, nogil=True)
+        return kept(solvers.sum_sources), kept(solvers.solve_batch)
+    except RuntimeError:  # nowhere to write, as in a read-only installation without a home
+        return njit(nogil=True)(solvers.sum_sources), njit(nogil=True)(solvers.solve_batch)
+
+
+def _numba_pays(size: int) -> bool:
+    return size > PYTHON_WORK and find_spec("numba") is not None
+
+
+def sum_over_sources(counts: torch.Tensor, use_numba: bool | None = None) -> np.ndarray:
+    """`counts [N, R, E]` integers on the CPU -> `[N, E]` int64 tokens an expert.
+
+    Raises `ContractError` where a count is negative or a plan has more than 2^31 - 1 tokens.
+    """
+    batch, num_ranks, num_experts = counts.shape
+    array = counts.numpy()
+    if not counts.numel():
+        return np.zeros((batch, num_experts), dtype=np.int64)
+    if use_numba or (use_numba is None and _numba_pays(counts.numel())):
+        totals = np.zeros((batch, num_experts), dtype=np.int64)
+        flat = np.ascontiguousarray(array).reshape(-1)
+        least = int(_compiled()[0](flat, batch, num_ranks, num_experts, totals.reshape(-1)))
+    else:
+        totals, least = array.sum(1, dtype=np.int64), int(array.min())
+    most = int(totals.sum(1).max())
+    if least < 0 or most > MAX_TOKENS:
+        came = f"a count of {least}" if least < 0 else f"a plan of {most} tokens"
+        raise ContractError(
+            f"tokens_per_expert has {came}; counts are at least 0, a plan has at most {MAX_TOKENS}"
+        )
+    return totals
 
 
 def _state(num_ranks: int, num_experts: int, slots: int, as_array: bool) -> solvers.State:
@@ -42,13 +75,15 @@ def _state(num_ranks: int, num_experts: int, slots: int, as_array: bool) -> solv
 
 def solve(
     rule: int, totals: np.ndarray, num_ranks: int, slots: int, tau: int, use_numba: bool | None = None
-) -> np.ndarray:
+) -> torch.Tensor:
     """`totals [N, E]` int64 tokens an expert -> `alloc [N, R, E]` int32. `use_numba=None` decides by size."""
     batch, num_experts = totals.shape
-    alloc = np.zeros((batch, num_ranks, num_experts), dtype=np.int32)
+    alloc = np.zeros(
+        (batch, num_ranks, num_experts), dtype=np.int32
+    )  # numpy asks for huge pages, torch does not
     if use_numba is None:
-        use_numba = alloc.size > PYTHON_WORK and find_spec("numba") is not None
-    program = _numba_batch() if use_numba else solvers.solve_batch
+        use_numba = _numba_pays(alloc.size)
+    program = _compiled()[1] if use_numba else solvers.solve_batch
     flat = np.ascontiguousarray(totals).reshape(-1)
     state, best = (_state(num_ranks, num_experts, slots, use_numba) for _ in range(2))
     program(
@@ -63,4 +98,4 @@ def solve(
         best,
         alloc.reshape(-1),
     )
-    return alloc
+    return torch.from_numpy(alloc)

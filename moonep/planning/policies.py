@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from moonep.errors import ContractError
 from moonep.planning import solvers
-from moonep.planning.allocation import _BUILT_IN, EXACT, MAX_TOKENS, Policy, register_policy
+from moonep.planning.allocation import _BUILT_IN, EXACT, Policy, register_policy
+from moonep.planning.compiled import solve, sum_over_sources
 
 
 def _built_in(name: str, rule: int) -> Policy:
     def policy(tokens_per_expert: torch.Tensor, *, tau_thousandths: int, slots: int) -> torch.Tensor:
-        from moonep.planning import compiled
-
         num_ranks, num_experts = tokens_per_expert.shape[-2:]
-        totals = tokens_per_expert.sum(-2).reshape(-1, num_experts).cpu().numpy()
-        if totals.size and (int(totals.min()) < 0 or int(totals.sum(-1).max()) > MAX_TOKENS):
-            raise ContractError(
-                f"tokens_per_expert must be non-negative and sum to at most {MAX_TOKENS} a plan"
-            )
-        alloc = compiled.solve(rule, totals, num_ranks, slots, tau_thousandths)
-        return torch.from_numpy(alloc).reshape(tokens_per_expert.shape).to(tokens_per_expert.device)
+        counts = tokens_per_expert.reshape(-1, num_ranks, num_experts).cpu()
+        alloc = solve(rule, sum_over_sources(counts), num_ranks, slots, tau_thousandths)
+        return alloc.reshape(tokens_per_expert.shape).to(tokens_per_expert.device)
 
     policy.__name__ = name
     _BUILT_IN.add(name)

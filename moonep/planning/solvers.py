@@ -11,13 +11,12 @@ move is one expert copy. Expert e lives on rank e // epn, so a rank's experts ar
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 STATIC, MOONEP, BOUNDED = 0, 1, 2
 EXACT = 1000  # tau in thousandths
 
-Vector = MutableSequence[int]  # a list of ints, or an int64 numpy vector under numba
+Vector = Any  # a list of ints, or an int64 numpy vector under numba
 
 
 class State(NamedTuple):
@@ -39,6 +38,22 @@ class State(NamedTuple):
     expert: Vector
     receiver: Vector
     tokens: Vector
+
+
+def sum_sources(counts, batch, num_ranks, num_experts, totals):
+    """`totals [batch, E]` += tokens of all source ranks in `counts [batch, R, E]` (flat); returns the least
+    count.
+    """
+    least = counts[0]
+    for index in range(batch):
+        base = index * num_experts
+        for rank in range(num_ranks):
+            row = (index * num_ranks + rank) * num_experts
+            for expert in range(num_experts):
+                count = counts[row + expert]
+                totals[base + expert] += count
+                least = min(least, count)
+    return least
 
 
 def reset(state, totals, start, num_ranks, epn, slots):
@@ -113,19 +128,14 @@ def move(state, moves, expert, donor, receiver, tokens):
     return moves + 1
 
 
-def choose_receiver(state, num_ranks, amount, tightest):
-    """A rank with a free slot: the widest room, or the tightest room that still holds `amount`."""
-    best = -1
-    best_room = 0
+def tightest_room(state, num_ranks, amount, widest):
+    """The rank with a free slot and the least room that still holds `amount`; `widest` is one that does."""
+    load, caps, free = state.load, state.caps, state.free
+    best = widest
+    best_room = caps[widest] - load[widest]
     for rank in range(num_ranks):
-        room = state.caps[rank] - state.load[rank]
-        if state.free[rank] <= 0 or room <= 0:
-            continue
-        if tightest:
-            better = room >= amount and (best < 0 or room < best_room)
-        else:
-            better = room > best_room
-        if better:
+        room = caps[rank] - load[rank]
+        if free[rank] > 0 and amount <= room and (room < best_room or (room == best_room and rank < best)):
             best = rank
             best_room = room
     return best
@@ -137,17 +147,27 @@ def shed_surplus(state, num_ranks, epn, tightest):
     Each step takes the most overloaded rank and makes one copy that empties the surplus, the expert or the
     room. A pair (expert, receiver) cannot come twice: after a step one of the three is exhausted for good.
     """
+    load, caps, free = state.load, state.caps, state.free
     moves = 0
     while True:
-        donor = most_overloaded(state, num_ranks)
-        surplus = state.load[donor] - state.caps[donor]
-        widest = choose_receiver(state, num_ranks, 0, False)
+        donor = 0
+        surplus = load[0] - caps[0]
+        widest = -1
+        widest_room = 0
+        for rank in range(num_ranks):
+            room = caps[rank] - load[rank]
+            if -room > surplus:
+                donor = rank
+                surplus = -room
+            if free[rank] > 0 and room > widest_room:
+                widest = rank
+                widest_room = room
         if surplus <= 0 or widest < 0:
             return moves
-        goal = min(surplus, state.caps[widest] - state.load[widest])
+        goal = min(surplus, widest_room)
         expert = choose_expert(state.remaining, donor * epn, epn, goal)
         amount = min(goal, state.remaining[expert])
-        receiver = choose_receiver(state, num_ranks, amount, True) if tightest else widest
+        receiver = tightest_room(state, num_ranks, amount, widest) if tightest else widest
         moves = move(state, moves, expert, donor, receiver, amount)
 
 
@@ -293,11 +313,16 @@ def solve_bounded(state, best, totals, start, num_ranks, epn, slots, tau):
     """
     best_moves = 0
     best_overflow = -1
+    donors = 0
     for candidate in range(5):
-        if candidate >= 2 and best_overflow == 0:
+        # One copy a donor cannot be beaten, and the fallbacks are only for want of slots.
+        if best_overflow == 0 and (candidate >= 2 or best_moves == donors):
             break
         total = reset(state, totals, start, num_ranks, epn, slots)
         target_caps(state, num_ranks, total, tau)
+        if candidate == 0:
+            for rank in range(num_ranks):
+                donors += 1 if state.load[rank] > state.caps[rank] else 0
         cap = state.caps[0]
         if candidate == 3:
             set_exact_caps(state, num_ranks, total, False)
@@ -344,7 +369,7 @@ HELPERS = (
     target_caps,
     most_overloaded,
     choose_expert,
-    choose_receiver,
+    tightest_room,
     move,
     keep,
     overflow,
