@@ -8,6 +8,7 @@ the prefix `language_model.`. MTP layers are not part of the release and are not
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -213,8 +214,9 @@ def to_released(state: Mapping[str, torch.Tensor], config: K3Config) -> Iterator
     for entry in entries(config):
         yield from zip(entry.released, _split(entry, state[entry.ours], config), strict=True)
     # layer 0's site, which the release stores though nothing reads it
-    yield "model.layers.0.self_attention_res_norm.weight", torch.ones(config.hidden_size)
-    yield "model.layers.0.self_attention_res_proj.weight", torch.zeros(1, config.hidden_size)
+    like = state["output_norm.weight"]
+    yield "model.layers.0.self_attention_res_norm.weight", torch.ones_like(like)
+    yield "model.layers.0.self_attention_res_proj.weight", torch.zeros_like(like).unsqueeze(0)
 
 
 def _split(entry: Entry, tensor: torch.Tensor, config: K3Config) -> Iterable[torch.Tensor]:
@@ -270,33 +272,42 @@ def save_pretrained(model: K3Model, folder: str | Path, max_shard_bytes: int = 5
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in to_released(model.state_dict(), model.config):
-        nbytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.detach().cpu().contiguous().clone()
-        size += nbytes
-    config_path = folder / "config.json"
-    config_path.write_text(json.dumps(config_to_released(model.config), indent=2) + "\n")
-    written = [config_path]
-    weight_map: dict[str, str] = {}
-    for index, shard in enumerate(shards):
-        name = (
-            f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-            if len(shards) > 1
-            else "model.safetensors"
+    written = [folder / "config.json"]
+    written[0].write_text(json.dumps(config_to_released(model.config), indent=2) + "\n")
+    state = model.state_dict()
+    shard_of = _assign_shards(to_released(state, model.config), max_shard_bytes)
+    count = max(shard_of.values()) + 1
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    if count == 1:
+        names = ["model.safetensors"]
+    tensors = to_released(state, model.config)
+    for name in names:
+        # one shard in memory at a time
+        shard = dict(itertools.islice(tensors, sum(names[i] == name for i in shard_of.values())))
+        save_file(
+            {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in shard.items()},
+            folder / name,
+            {"format": "pt"},
         )
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, name))
         written.append(folder / name)
-    if len(shards) > 1:
-        index_path = folder / "model.safetensors.index.json"
-        index_path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n")
-        written.append(index_path)
+    if count > 1:
+        index = {"metadata": {}, "weight_map": {name: names[i] for name, i in shard_of.items()}}
+        written.append(folder / "model.safetensors.index.json")
+        written[-1].write_text(json.dumps(index, indent=2) + "\n")
     return written
+
+
+def _assign_shards(tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> dict[str, int]:
+    """Shard of each tensor, in order, each shard as full as `max_shard_bytes` allows."""
+    shard_of: dict[str, int] = {}
+    shard = used = 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if used and used + nbytes > max_shard_bytes:
+            shard, used = shard + 1, 0
+        shard_of[name] = shard
+        used += nbytes
+    return shard_of
 
 
 def load_pretrained(
