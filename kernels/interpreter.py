@@ -88,6 +88,24 @@ def _binary_op(stock):
     return binary_op
 
 
+def _cast(stock):
+    """Casts between bfloat16 or float8 and every other type: as numbers, through fp32."""
+
+    def cast(self, source, target):
+        special = (tl.bfloat16, *FLOAT8)
+        if target.scalar in special and not source.dtype.scalar.is_floating():
+            bits = _convert_float(source.data.astype(np.float32), tl.float32, target, None)
+            return interpreter.TensorHandle(bits, target.scalar)
+        if source.dtype.scalar in special and not target.scalar.is_floating():
+            return stock(self, interpreter.TensorHandle(_to_float32(source), tl.float32), target)
+        if target.scalar in special or source.dtype.scalar in special:
+            bits = _convert_float(source.data, source.dtype, target, None)
+            return interpreter.TensorHandle(bits.view(interpreter._get_np_dtype(target)), target.scalar)
+        return stock(self, source, target)
+
+    return cast
+
+
 def _fma(self, x, y, z):
     if _is_bfloat16(x, y, z):
         return _from_float32(_to_float32(x) * _to_float32(y) + _to_float32(z), tl.bfloat16)
@@ -191,6 +209,7 @@ def repair() -> None:
     builder = interpreter.InterpreterBuilder
     interpreter._convert_float = _convert_float
     builder.binary_op = _binary_op(builder.binary_op)
+    builder.cast_impl = _cast(builder.cast_impl)
     builder.create_fma = _fma
     builder.create_clampf = _clampf
     builder.create_dot = _dot

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from kernels.kda.gradient import kda_gradient_kernel
 from kernels.kda.prepare import kda_prepare_kernel
+from kernels.kda.reverse_scan import kda_reverse_scan_kernel
 from kernels.kda.scan import kda_scan_kernel
 
 CHUNK = 64
@@ -206,3 +208,134 @@ def scan_shape(problem: Problem) -> tuple[int, int, int]:
     if problem.V > 64 and problem.N * problem.HV > 66:
         return 128, 8, 2
     return 64, 4, 2
+
+
+def reverse_scan(
+    problem: Problem,
+    work: Workspace,
+    do: torch.Tensor,
+    x: torch.Tensor,
+    d_final_state: torch.Tensor | None,
+    d_initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    """First backward launch: fills x [B, T, HV, V] and `d_initial_state`; returns dS after each chunk."""
+    dh = torch.empty(
+        problem.slots, problem.HV, problem.V, problem.KP, dtype=torch.bfloat16, device=do.device
+    )
+    BV, warps, stages = scan_shape(problem)
+    kda_reverse_scan_kernel[(triton.cdiv(problem.V, BV), problem.N * problem.HV)](
+        work.q_decayed,
+        work.k_decayed,
+        work.k_remaining,
+        work.n,
+        work.p,
+        work.decay,
+        work.beta,
+        work.row_scale,
+        do,
+        x,
+        dh,
+        d_final_state,
+        d_initial_state,
+        cu_seqlens,
+        problem.scale,
+        problem.T,
+        *row_strides(do),
+        HV=problem.HV,
+        K=problem.K,
+        V=problem.V,
+        KP=problem.KP,
+        BV=BV,
+        V_FIRST=problem.v_first,
+        HAS_FINAL=d_final_state is not None,
+        HAS_INITIAL=d_initial_state is not None,
+        SCALED=not problem.l2_norm,
+        VARLEN=problem.varlen,
+        STAGES=stages,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return dh
+
+
+@dataclass
+class Gradients:
+    """q, k [B, T, HV, K] (per value head), g [B, T, HV, K], beta [B, T, HV]; parameters summed per chunk, fp32."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    dt_bias: torch.Tensor | None  # [S, HV, KP]
+    A_log: torch.Tensor | None  # [S, HV]
+
+
+def gradient(
+    problem: Problem, work: Workspace, saved: Saved, q, k, v, g, beta, A_log, dt_bias, o, do, x, dh, cu_seqlens
+) -> Gradients:
+    """Second backward launch: every gradient but dv, which takes the place of x."""
+    keys = (problem.B, problem.T, problem.HV, problem.K)
+    key_dtype = q.dtype if problem.HV == problem.H else torch.float32
+    partial = problem.gate != "given"
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=q.device)
+
+    out = Gradients(
+        empty(*keys, dtype=key_dtype),
+        empty(*keys, dtype=key_dtype),
+        empty(*keys, dtype=g.dtype),
+        empty(*keys[:3], dtype=beta.dtype),
+        empty(problem.slots, problem.HV, problem.KP) if partial else None,
+        empty(problem.slots, problem.HV) if partial else None,
+    )
+    if problem.slots == 0:
+        return out
+    kda_gradient_kernel[(problem.slots * problem.HV,)](
+        q,
+        k,
+        v,
+        g,
+        A_log,
+        dt_bias,
+        o,
+        do,
+        x,
+        saved.z,
+        saved.h,
+        dh,
+        work.beta,
+        cu_seqlens,
+        out.q,
+        out.k,
+        out.g,
+        out.beta,
+        out.dt_bias,
+        out.A_log,
+        problem.lower_bound,
+        problem.scale,
+        problem.T,
+        problem.N,
+        *row_strides(q),
+        *row_strides(k),
+        *row_strides(v),
+        *row_strides(g),
+        *row_strides(do),
+        HV=problem.HV,
+        GROUP=problem.HV // problem.H,
+        K=problem.K,
+        V=problem.V,
+        KP=problem.KP,
+        VP=max(16, triton.next_power_of_2(problem.V)),
+        D=32,
+        GATE=GATES[problem.gate],
+        HAS_A=A_log is not None,
+        HAS_BIAS=dt_bias is not None,
+        BETA=problem.beta,
+        L2NORM=problem.l2_norm,
+        VARLEN=problem.varlen,
+        num_warps=4,
+        num_stages=1,
+    )
+    return out

@@ -106,3 +106,15 @@ def test_int32_overflow_raises():
     out = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(Exception, match="overflow"):
         sample.square_kernel[(1,)](torch.tensor([2**20], dtype=torch.int32), out)
+
+
+@pytest.mark.parametrize("other", [torch.int32, torch.bool, torch.float16, torch.float64])
+def test_casts_between_bfloat16_and_other_types_keep_the_number(other):
+    x = (torch.arange(256) % 2 if other is torch.bool else torch.arange(256) - 128).to(other)
+    y = torch.empty(256, dtype=torch.bfloat16)
+    sample.cast_kernel[(1,)](x, y, N=256)
+    assert torch.equal(y, x.to(torch.bfloat16))
+    if other is not torch.bool:
+        back = torch.empty(256, dtype=other)
+        sample.cast_kernel[(1,)](y, back, N=256)
+        assert torch.equal(back, x)
