@@ -65,7 +65,9 @@ def power_of_two_unit(x):
     """(2^-e, 2^e) that bring the largest magnitude of a tile to 2^14..2^15, for fp16."""
     bits = tl.max(tl.max(tl.abs(x), axis=1), axis=0).to(tl.int32, bitcast=True)
     exponent = tl.maximum(bits >> 23, 15)
-    return ((268 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return ((268 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 14) << 23).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
@@ -81,7 +83,7 @@ def gate_gradient(dg, raw, rate, bias, lower_bound, GATE: tl.constexpr):
     return -dg * rate * sigmoid(x), -dg * rate * softplus(x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "num_sequences"])
 def kda_gradient_kernel(
     q_ptr,
     k_ptr,
@@ -144,7 +146,9 @@ def kda_gradient_kernel(
     if rows <= 0:
         if GATE != 0:
             for d in tl.range(0, KP, D):
-                tl.store(d_bias_partial_ptr + tile * KP + d + tl.arange(0, D), tl.zeros((D,), dtype=tl.float32))
+                tl.store(
+                    d_bias_partial_ptr + tile * KP + d + tl.arange(0, D), tl.zeros((D,), dtype=tl.float32)
+                )
             tl.store(d_A_partial_ptr + tile, 0.0)
         return
     batch = tl.cast(0 if VARLEN else sequence, tl.int64)
@@ -349,7 +353,9 @@ def kda_gradient_kernel(
         d_raw, d_rate = gate_gradient(tl.where(inside, dg, 0.0), raw, rate, bias, lower_bound, GATE)
         tl.store(dg_ptr + out_key_row + column, d_raw.to(dg_ptr.dtype.element_ty), mask=inside)
         if GATE != 0:
-            d_bias = tl.sum(tl.sum(tl.where(inside, d_raw, 0.0), axis=1, keep_dims=True), axis=0, keep_dims=True)
+            d_bias = tl.sum(
+                tl.sum(tl.where(inside, d_raw, 0.0), axis=1, keep_dims=True), axis=0, keep_dims=True
+            )
             tl.store(d_bias_partial_ptr + tile * KP + column, d_bias)
             d_A += tl.sum(tl.where(inside, d_rate, 0.0))
     if GATE != 0:

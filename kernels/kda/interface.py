@@ -145,8 +145,15 @@ def fused_recurrent_kda(
 
 
 def _run(backend, form, q, k, v, g, beta, arguments):
-    """The Triton kernels where they exist and are chosen, else the reference."""
-    use_triton(backend, q)
+    """The Triton kernels where they are chosen, one path for both forms; else the reference."""
+    if use_triton(backend, q):
+        from kernels.kda.autograd import triton_kda, unsupported
+
+        reason = unsupported(q, v)
+        if reason is None:
+            return triton_kda(q, k, v, g, beta, **arguments)
+        if backend == "triton":
+            raise NotImplementedError(f"backend='triton' does not support {reason}; use backend='auto'")
     return reference_kda(q, k, v, g, beta, **arguments)
 
 

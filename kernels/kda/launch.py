@@ -220,9 +220,7 @@ def reverse_scan(
     cu_seqlens: torch.Tensor | None,
 ) -> torch.Tensor:
     """First backward launch: fills x [B, T, HV, V] and `d_initial_state`; returns dS after each chunk."""
-    dh = torch.empty(
-        problem.slots, problem.HV, problem.V, problem.KP, dtype=torch.bfloat16, device=do.device
-    )
+    dh = torch.empty(problem.slots, problem.HV, problem.V, problem.KP, dtype=torch.bfloat16, device=do.device)
     BV, warps, stages = scan_shape(problem)
     kda_reverse_scan_kernel[(triton.cdiv(problem.V, BV), problem.N * problem.HV)](
         work.q_decayed,
@@ -272,7 +270,21 @@ class Gradients:
 
 
 def gradient(
-    problem: Problem, work: Workspace, saved: Saved, q, k, v, g, beta, A_log, dt_bias, o, do, x, dh, cu_seqlens
+    problem: Problem,
+    work: Workspace,
+    saved: Saved,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    o,
+    do,
+    x,
+    dh,
+    cu_seqlens,
 ) -> Gradients:
     """Second backward launch: every gradient but dv, which takes the place of x."""
     keys = (problem.B, problem.T, problem.HV, problem.K)

@@ -87,7 +87,7 @@ def on_diagonal(x):
     return tl.where(same, x[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "num_sequences"])
 def kda_prepare_kernel(
     q_ptr,
     k_ptr,
@@ -163,7 +163,9 @@ def kda_prepare_kernel(
         k_scale = power_of_two_norm(k_squares)
 
     raw_beta = tl.load(
-        beta_ptr + batch64 * beta_stride_b + head * beta_stride_h + position * beta_stride_t, mask=present, other=0.0
+        beta_ptr + batch64 * beta_stride_b + head * beta_stride_h + position * beta_stride_t,
+        mask=present,
+        other=0.0,
     ).to(tl.float32)
     beta = tl.where(present, write_strength(raw_beta, BETA), 0.0)
     tile = tl.cast(program, tl.int64)

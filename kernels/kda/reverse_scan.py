@@ -18,7 +18,7 @@ from kernels.kda.scan import state_offsets
 from kernels.kda.tiles import CHUNK, locate_sequence, row_exponent, to_half
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def kda_reverse_scan_kernel(
     q_decayed_ptr,
     k_decayed_ptr,

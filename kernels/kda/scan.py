@@ -21,7 +21,9 @@ from kernels.kda.tiles import CHUNK, locate_sequence, row_exponent, to_half
 
 
 @triton.jit
-def state_offsets(sequence, head, v, k, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+def state_offsets(
+    sequence, head, v, k, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr
+):
     """Offsets of a [BV, KP] tile of a state [N, HV, K, V], or [N, HV, V, K] when V_FIRST."""
     base = tl.cast(sequence * HV + head, tl.int64) * (K * V)
     if V_FIRST:
@@ -29,7 +31,7 @@ def state_offsets(sequence, head, v, k, HV: tl.constexpr, K: tl.constexpr, V: tl
     return base + k[None, :] * V + v[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def kda_scan_kernel(
     q_decayed_ptr,
     k_decayed_ptr,
