@@ -17,6 +17,9 @@ from kernels.kda.reverse_scan import kda_reverse_scan_kernel
 from kernels.kda.scan import kda_scan_kernel
 
 CHUNK = 64
+# (channels of a slice, warps) of the kernels that are parallel over chunks.
+PREPARE_SHAPE = (32, 4)
+GRADIENT_SHAPE = (32, 4)
 GATES = {"given": 0, "bounded": 1, "softplus": 2}
 
 
@@ -139,14 +142,14 @@ def prepare(problem: Problem, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> Work
         GROUP=problem.HV // problem.H,
         K=problem.K,
         KP=problem.KP,
-        D=32,
+        D=PREPARE_SHAPE[0],
         GATE=GATES[problem.gate],
         HAS_A=A_log is not None,
         HAS_BIAS=dt_bias is not None,
         BETA=problem.beta,
         L2NORM=problem.l2_norm,
         VARLEN=problem.varlen,
-        num_warps=4,
+        num_warps=PREPARE_SHAPE[1],
         num_stages=1,
     )
     return work
@@ -340,14 +343,14 @@ def gradient(
         V=problem.V,
         KP=problem.KP,
         VP=max(16, triton.next_power_of_2(problem.V)),
-        D=32,
+        D=GRADIENT_SHAPE[0],
         GATE=GATES[problem.gate],
         HAS_A=A_log is not None,
         HAS_BIAS=dt_bias is not None,
         BETA=problem.beta,
         L2NORM=problem.l2_norm,
         VARLEN=problem.varlen,
-        num_warps=4,
+        num_warps=GRADIENT_SHAPE[1],
         num_stages=1,
     )
     return out
