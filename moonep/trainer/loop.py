@@ -273,7 +273,7 @@ def _between_steps(run: Run, progress: Progress) -> None:
     t, every = run.config.train, run.config.checkpoint.every
     last = run.step == t.steps
     if (t.validate_every and run.step % t.validate_every == 0) or last:
-        values = validate(run, whole=last)
+        values = validate(run)
         progress.note(
             f"step {run.step}: validation loss {values['val_loss']:.4f},"
             f" {values['val_bits_per_byte']:.4f} bits per byte"
@@ -283,9 +283,8 @@ def _between_steps(run: Run, progress: Progress) -> None:
         progress.note(f"step {run.step}: wrote {path}")
 
 
-def validate(run: Run, *, whole: bool = False) -> dict[str, float]:
-    """Loss over the validation split (its first `train.validate_tokens`, unless `whole`). Collective."""
-    limit = run.config.train.validate_tokens or None
+def validate(run: Run) -> dict[str, float]:
+    """Loss over `train.validate_tokens` of the validation split, spread evenly. Collective."""
     values = evaluate(
         run.engine.model,
         run.corpus.split("val"),
@@ -293,7 +292,7 @@ def validate(run: Run, *, whole: bool = False) -> dict[str, float]:
         capacity=run.derived.capacity,
         rank=run.engine.rank,
         world_size=run.engine.world_size,
-        max_tokens=None if whole else limit,
+        max_tokens=run.config.train.validate_tokens or None,
         device=run.device,
     )
     run.losses["validation"] = values["val_loss"]
