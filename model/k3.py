@@ -1,5 +1,4 @@
-"""The K3 text model: embedding, layers joined by Attention Residuals, head; optionally one
-multi-token-prediction layer.
+"""The K3 text model: embedding, layers joined by Attention Residuals, head, optionally an MTP layer.
 
 Shapes: B batch, T time, D hidden size, V vocabulary, N packed documents.
 """
@@ -103,7 +102,7 @@ class K3Model(nn.Module):
         Returns:
             Without targets, logits [B, T, V]. With targets, (sum of token losses, number of valid
             targets), both scalars; in training mode with an MTP layer the sum includes `mtp_weight` times
-            its mean token loss times that number.
+            the sum of its token losses.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -119,15 +118,13 @@ class K3Model(nn.Module):
             embedded = self.embedding(mtp_tokens)
             mtp_hidden = self.mtp(hidden, embedded, cu_seqlens, token_mask, self._run)
             mtp_loss, mtp_count = self._loss(mtp_hidden, next_targets)
-            mean = mtp_loss / mtp_count.clamp(min=1)
-            self.last_mtp_loss = mean.detach()
-            loss = loss + self.config.mtp_weight * mean * count
+            self.last_mtp_loss = mtp_loss.detach() / mtp_count.clamp(min=1)
+            # a sum, like the main loss, so that the split into micro-batches does not change the answer
+            loss = loss + self.config.mtp_weight * mtp_loss
         return loss, count
 
     def moe_layers(self) -> Iterator[LatentMoE]:
-        """The layers with experts, in order (an MTP layer's last); each has `.layer`, `.router`,
-        `.experts`.
-        """
+        """The layers with experts, in order, an MTP layer's last: `.layer`, `.router`, `.experts` of each."""
         for block in self._blocks() if self.mtp is None else [*self._blocks(), self.mtp.block]:
             if isinstance(block.ffn, LatentMoE):
                 yield block.ffn

@@ -57,8 +57,9 @@ class KimiDeltaAttention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A = 1 and softplus(dt_bias) log-uniform in [1e-3, 1e-1]: decays of 0.62 to 0.995 a token at z =
-        bias.
+        """A = 1 and softplus(dt_bias) log-uniform in [1e-3, 1e-1]: decays of 0.62 to 0.995 a token at first.
+
+        The scheme is Mamba2's and Gated DeltaNet's; the bounds are the flash-linear-attention library's.
         """
         nn.init.zeros_(self.A_log)
         dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
