@@ -82,7 +82,7 @@ class _Checker:
         Raises:
             ConfigError: unreadable, unknown key, unknown group choice, or a value of the wrong type.
         """
-        override = self._parse(text)
+        override = self.parse(text)
         key = override.key_or_group
         if override.is_sweep_override():
             raise ConfigError(f"{text!r} asks for several runs; give one value and start one run for each")
@@ -98,7 +98,12 @@ class _Checker:
         self._check_type(key, override.value())
         return f"+{text.lstrip('+')}" if self._inside_free_dict(key) else text.lstrip("+")
 
-    def _parse(self, text: str) -> Any:
+    def is_shadowed(self, text: str) -> bool:
+        """Whether Hydra would take a plain key (a tool's `checkpoint=PATH`) for a config group."""
+        key = self.parse(text).key_or_group
+        return key in self.keys and key not in self.groups and (CONFIG_DIR / key).is_dir()
+
+    def parse(self, text: str) -> Any:
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 
@@ -222,13 +227,17 @@ def compose(primary: str, schema: type[T], argv: Sequence[str] = ()) -> tuple[T,
     overrides, folders, request = _parse_flags(argv)
     checker = _Checker(schema, [CONFIG_DIR, *folders], primary)
     checked = [checker.check(word) for word in overrides]
+    plain = [word for word in checked if checker.is_shadowed(word)]
     if folders:
         checked.append("hydra.searchpath=[" + ",".join(f"file://{f}" for f in folders) + "]")
     ConfigStore.instance().store(name=f"{primary}_schema", node=schema)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            config = hydra_compose(primary, checked)
+            config = hydra_compose(primary, [word for word in checked if word not in plain])
+        for word in plain:
+            override = checker.parse(word)
+            OmegaConf.update(config, override.key_or_group, override.value())
         OmegaConf.resolve(config)
         result = OmegaConf.to_object(config)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:

@@ -107,15 +107,19 @@ class Corpus:
         return text if self.entropy is None else f"{text}, entropy {self.entropy:.6f} nats a token"
 
 
-def build_corpus(config: DataConfig) -> Corpus:
+def build_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
     """Reads, tokenizes and splits; the same on every rank, with no communication.
+
+    Args:
+        config: where tokens come from.
+        tokenizer: encode with this one (a checkpoint's) instead of `config.tokenizer`.
 
     Raises:
         DataError: missing, empty or malformed data; the message names the key to change.
         ConfigError: an unknown name, tokenizer or fraction.
     """
     _check(config)
-    corpus = _open_corpus(config)
+    corpus = _open_corpus(config, tokenizer)
     for name in ("train", "val"):
         if len(corpus.split(name)) < 2:
             raise DataError(
@@ -125,16 +129,16 @@ def build_corpus(config: DataConfig) -> Corpus:
     return corpus
 
 
-def _open_corpus(config: DataConfig) -> Corpus:
+def _open_corpus(config: DataConfig, tokenizer: Tokenizer | None) -> Corpus:
     if config.name == "markov":
         return _markov_corpus(config)
     if config.path is not None and is_prepared(Path(config.path).expanduser()):
-        return _prepared_corpus(config, Path(config.path).expanduser())
+        return _prepared_corpus(config, Path(config.path).expanduser(), tokenizer)
     if config.name == "tokens":
         raise DataError(
             f"data.path={config.path} has no manifest.json; prepare a folder with tools.prepare_data"
         )
-    return text_corpus(open_source(config.path, config.pattern), config.tokenizer, config.validation_fraction)
+    return text_corpus(open_source(config.path, config.pattern), config, tokenizer)
 
 
 def _check(config: DataConfig) -> None:
@@ -148,18 +152,23 @@ def _check(config: DataConfig) -> None:
         raise DataError(f"data={config.name} needs data.path=: a text file, a folder, or a prepared folder")
 
 
-def text_corpus(source: TextSource, tokenizer: str, validation_fraction: float) -> Corpus:
+def text_corpus(source: TextSource, config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
     """Tokenizes documents in memory. Several files: split by content hash. One file: its end validates."""
     documents = list(source.documents())
     digest = hashlib.sha256()
     for name, content in documents:
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    if len(documents) == 1:
-        split = split_by_position(documents[0][1], validation_fraction)
+    contents = [content for _, content in documents]
+    if len(contents) == 1:
+        parts = split_by_position(contents[0], config.validation_fraction)
     else:
-        split = split_by_file([content for _, content in documents], validation_fraction)
-    built, splits = _encode_splits(split, tokenizer, single=len(documents) == 1)
-    return Corpus(f"{source.label} ({len(documents)} files)", built, splits, digest.hexdigest())
+        parts = split_by_file(contents, config.validation_fraction)
+    if tokenizer is None:
+        tokenizer = _make_tokenizer(config.tokenizer, contents)
+    splits = {
+        name: make_split(name, encode_all(parts[name], tokenizer), tokenizer) for name in ("train", "val")
+    }
+    return Corpus(f"{source.label} ({len(documents)} files)", tokenizer, splits, digest.hexdigest())
 
 
 def split_by_position(content: bytes, validation_fraction: float) -> dict[str, list[bytes]]:
@@ -167,7 +176,9 @@ def split_by_position(content: bytes, validation_fraction: float) -> dict[str, l
     text = content.decode("utf-8", errors="surrogateescape")
     cut = int(len(text) * (1 - validation_fraction))
     parts = {"train": text[:cut], "val": text[cut:]}
-    return {name: [part.encode("utf-8", errors="surrogateescape")] for name, part in parts.items() if part}
+    return {
+        name: [part.encode("utf-8", errors="surrogateescape")] if part else [] for name, part in parts.items()
+    }
 
 
 def split_by_file(contents: list[bytes], validation_fraction: float) -> dict[str, list[bytes]]:
@@ -182,29 +193,27 @@ def split_by_file(contents: list[bytes], validation_fraction: float) -> dict[str
     }
 
 
-def _encode_splits(
-    parts: dict[str, list[bytes]], kind: str, single: bool
-) -> tuple[Tokenizer, dict[str, TokenSplit]]:
-    tokenizer: Tokenizer
-    if kind == "characters":
-        texts = {name: [_utf8(c) for c in contents] for name, contents in parts.items()}
-        tokenizer = CharTokenizer.from_text(
-            "".join(t for ts in texts.values() for t in ts), separator=not single
-        )
-        encoded = {name: [tokenizer.encode(t) for t in ts] for name, ts in texts.items()}
-    else:
-        tokenizer = ByteTokenizer()
-        encoded = {n: [np.frombuffer(c, dtype=np.uint8) for c in cs] for n, cs in parts.items()}
-    return tokenizer, {name: make_split(name, encoded.get(name, []), tokenizer) for name in ("train", "val")}
+def _make_tokenizer(kind: str, contents: list[bytes]) -> Tokenizer:
+    if kind != "characters":
+        return ByteTokenizer()
+    # A single text needs no separator: its vocabulary is its characters alone, as in nanoGPT.
+    return CharTokenizer.from_text(
+        "".join(_utf8(content) for content in contents), separator=len(contents) > 1
+    )
+
+
+def encode_all(contents: list[bytes], tokenizer: Tokenizer) -> list[NDArray]:
+    """Ids of each document. Raises DataError where a text tokenizer meets bytes that are not UTF-8."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [np.frombuffer(content, dtype=np.uint8) for content in contents]
+    return [tokenizer.encode(_utf8(content)) for content in contents]
 
 
 def _utf8(content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"data.tokenizer=characters needs UTF-8 ({error}); data.tokenizer=bytes takes any"
-        ) from None
+        raise DataError(f"the text is not UTF-8 ({error}); data.tokenizer=bytes takes any file") from None
 
 
 def make_split(name: str, documents: list[NDArray], tokenizer: Tokenizer) -> TokenSplit:
@@ -220,11 +229,13 @@ def make_split(name: str, documents: list[NDArray], tokenizer: Tokenizer) -> Tok
     return TokenSplit(name, tokens, starts, token_bytes, text_bytes)
 
 
-def _prepared_corpus(config: DataConfig, folder: Path) -> Corpus:
+def _prepared_corpus(config: DataConfig, folder: Path, wanted: Tokenizer | None) -> Corpus:
     tokenizer, splits, label, fingerprint = open_prepared(folder)
     kind = tokenizer.to_dict()["kind"]
     if config.tokenizer not in ("auto", kind):
         raise DataError(f"data.path={folder} was prepared with tokenizer {kind}; leave data.tokenizer= out")
+    if wanted is not None and wanted.to_dict() != tokenizer.to_dict():
+        raise DataError(f"data.path={folder} was prepared with another tokenizer than the checkpoint's")
     return Corpus(label, tokenizer, splits, fingerprint)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -50,15 +50,29 @@ class TextSource:
 
 
 def open_source(path: str | None, pattern: str = "*") -> TextSource:
-    """The source behind `data.path`.
+    """The source behind `data.path`, of a size that is tokenized in memory.
 
     Args:
         path: a text file, a folder (read recursively, hidden files left out), or None: the standard library.
         pattern: which file names of a folder to read, shell style.
 
     Raises:
-        DataError: nothing there, nothing matches, or more text than fits in memory.
+        DataError: nothing there, nothing matches, or more text than `MAX_RAW_BYTES`.
     """
+    source = find_files(path, pattern)
+    size = sum(p.stat().st_size for p in source.files)
+    if size > MAX_RAW_BYTES:
+        raise DataError(
+            f"data.path={path} holds {size / 2**30:.1f} GiB of text, more than is tokenized in"
+            f" memory; run python -m tools.prepare_data data.path={path} out=DIR, then use data.path=DIR"
+        )
+    return source
+
+
+def find_files(
+    path: str | None, pattern: str = "*", keep: Callable[[Path], bool] = lambda path: False
+) -> TextSource:
+    """Like `open_source`, of any size; `keep(path)` is true for binary files to be taken all the same."""
     if path is None:
         return stdlib_source()
     root = Path(path).expanduser()
@@ -67,13 +81,16 @@ def open_source(path: str | None, pattern: str = "*") -> TextSource:
             f"data.path={path} does not exist (seen from {Path.cwd()}); give a text file or a folder"
         )
     if root.is_file():
-        return _checked(TextSource(root.name, root.parent, [root]), path)
-    hidden_free = [p for p in root.rglob(pattern) if not _is_hidden(p.relative_to(root)) and p.is_file()]
-    texts = [p for p in hidden_free if not _is_binary(p)]
-    if not texts:
-        raise DataError(f"data.path={path} holds no text file that matches data.pattern={pattern!r}")
-    source = TextSource(f"folder {root}", root, _sorted(texts, root), len(hidden_free) - len(texts))
-    return _checked(source, path)
+        source = TextSource(root.name, root.parent, [root])
+    else:
+        found = [p for p in root.rglob(pattern) if not _is_hidden(p.relative_to(root)) and p.is_file()]
+        texts = [p for p in found if keep(p) or not _is_binary(p)]
+        if not texts:
+            raise DataError(f"data.path={path} holds no text file that matches data.pattern={pattern!r}")
+        source = TextSource(f"folder {root}", root, _sorted(texts, root), len(found) - len(texts))
+    if not any(p.stat().st_size for p in source.files):
+        raise DataError(f"data.path={path} is empty; give a text file or a folder with text in it")
+    return source
 
 
 def stdlib_source() -> TextSource:
@@ -115,15 +132,3 @@ def _is_hidden(relative: Path) -> bool:
 def _is_binary(path: Path) -> bool:
     with path.open("rb") as stream:
         return b"\0" in stream.read(8192)
-
-
-def _checked(source: TextSource, path: str) -> TextSource:
-    size = sum(p.stat().st_size for p in source.files)
-    if size == 0:
-        raise DataError(f"data.path={path} is empty; give a text file or a folder with text in it")
-    if size > MAX_RAW_BYTES:
-        raise DataError(
-            f"data.path={path} holds {size / 2**30:.1f} GiB of text, more than is tokenized in"
-            f" memory; run python -m tools.prepare_data data.path={path} out=DIR, then use data.path=DIR"
-        )
-    return source
