@@ -18,9 +18,7 @@ from moonep.errors import ContractError
 from moonep.planning import solvers
 from moonep.planning.allocation import MAX_TOKENS
 
-PYTHON_WORK = (
-    1 << 14
-)  # elements of alloc in one call below which plain Python answers sooner than numba loads
+PYTHON_WORK = 1 << 16  # elements of alloc in one call, about 10 ms of plain Python
 
 
 @cache
