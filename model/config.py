@@ -164,6 +164,12 @@ class K3Config:
         return self.kda_num_heads * self.kda_head_dim
 
     @property
+    def output_gain(self) -> float:
+        """Initial gain of every projection that writes to the residual stream: a block sums two outputs a
+        layer, and the sum then starts with about the unit variance of the embedding beside it."""
+        return (2 * min(self.attention_residual_block_size, self.num_layers)) ** -0.5
+
+    @property
     def padded_kda_heads(self) -> int:
         """Length of the parameter `A_log`: heads rounded up to 8, so that it fills 16 bytes in bf16."""
         return -(-self.kda_num_heads // 8) * 8

@@ -52,7 +52,7 @@ class KimiDeltaAttention(nn.Module):
         self.beta_proj = Linear(d, self.num_heads)
         self.gate_proj = Linear(d, channels)
         self.out_norm_weight = nn.Parameter(torch.ones(self.head_dim))
-        self.out_proj = Linear(channels, d)
+        self.out_proj = Linear(channels, d, config.output_gain)
         self.reset_parameters()
 
     @torch.no_grad()

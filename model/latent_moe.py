@@ -94,7 +94,7 @@ class LatentMoE(nn.Module):
         self.latent_down_proj = Linear(config.hidden_size, config.latent_size)
         self.experts = (experts or LocalExperts)(config, layer)
         self.latent_norm = RMSNorm(config.latent_size, config.rms_norm_eps)
-        self.latent_up_proj = Linear(config.latent_size, config.hidden_size)
+        self.latent_up_proj = Linear(config.latent_size, config.hidden_size, config.output_gain)
         self.shared_experts = (
             GatedFFN(config, config.num_shared_experts * config.expert_ffn_size)
             if config.num_shared_experts

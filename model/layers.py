@@ -14,13 +14,14 @@ from model.config import K3Config
 
 
 class Linear(nn.Linear):
-    """A linear map without bias, drawn from N(0, 1 / fan_in)."""
+    """A linear map without bias, drawn from N(0, gain^2 / fan_in)."""
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, in_features: int, out_features: int, gain: float = 1.0):
+        self.gain = gain
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        nn.init.normal_(self.weight, std=self.gain * self.in_features**-0.5)
 
 
 class RMSNorm(nn.Module):
@@ -43,7 +44,7 @@ class GatedFFN(nn.Module):
     def __init__(self, config: K3Config, ffn_size: int):
         super().__init__()
         self.gate_up_proj = Linear(config.hidden_size, 2 * ffn_size)  # gate rows first
-        self.down_proj = Linear(ffn_size, config.hidden_size)
+        self.down_proj = Linear(ffn_size, config.hidden_size, config.output_gain)
         self.beta_gate, self.beta_up = config.situ_beta_gate, config.situ_beta_up
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class GatedMLA(nn.Module):
         self.kv_norm = RMSNorm(self.rank, config.mla_norm_eps)
         self.kv_up_proj = Linear(self.rank, heads * (self.nope + self.value))
         self.gate_proj = Linear(d, heads * self.value)
-        self.out_proj = Linear(heads * self.value, d)
+        self.out_proj = Linear(heads * self.value, d, config.output_gain)
 
     def make_cache(self, batch: int, max_length: int, like: torch.Tensor) -> MLACache:
         """An empty cache for `max_length` tokens, of the dtype and device of `like`."""
