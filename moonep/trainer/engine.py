@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,8 @@ def _import_deepspeed() -> Any:
         raise CapabilityError(f"training needs deepspeed ({error}); pip install deepspeed") from None
     from deepspeed.utils import logger
 
+    # DeepSpeed 0.19.8 calls the older names of torch's collectives; nothing the user could change.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated")
     logger.setLevel(logging.ERROR)
     # Its shared-memory all-reduce for CPUs is compiled on first use and needs a C++ compiler; gloo does.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

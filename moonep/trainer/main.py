@@ -5,8 +5,11 @@ Exit codes: 0 finished, 1 failed while running, 2 wrong input, 128 + n stopped b
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     except (MoonEPError, ValueError, OSError) as error:
         if speaks:
             print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        _tell_launcher(one_line(error))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -139,6 +143,7 @@ def _failed(error: BaseException, watch: Any, run: Any) -> int:
     if print_it:
         prefix = f"rank {rank}: " if several else ""
         print(f"error: {prefix}{message}", file=sys.stderr, flush=True)
+    _tell_launcher(message)
     if watch is not None:
         watch.linger()
     code = 2 if isinstance(error, WRONG_INPUT) else 1
@@ -147,6 +152,15 @@ def _failed(error: BaseException, watch: Any, run: Any) -> int:
     if several:
         os._exit(code)
     return code
+
+
+def _tell_launcher(message: str) -> None:
+    """Leaves the message where torchrun looks for it, so that its own report says why a rank ended."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError):
+            extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _write_traceback(error: BaseException, run: Any, rank: int) -> Path:
