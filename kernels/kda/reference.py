@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from kernels.precision import accumulation_dtype
 
@@ -37,15 +39,61 @@ def kda_gate(
     Returns:
         [..., H, K] log decay, fp32 (fp64 for fp64 logits).
     """
+    return _Gate.apply(raw_g_BTHK, A_log_H, dt_bias_HK, lower_bound)
+
+
+def naive_kda_gate(
+    raw_g_BTHK: torch.Tensor,
+    A_log_H: torch.Tensor | None,
+    dt_bias_HK: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+) -> torch.Tensor:
+    """`kda_gate` in plain words."""
     dtype = accumulation_dtype(raw_g_BTHK)
     z = raw_g_BTHK.to(dtype)
     if dt_bias_HK is not None:
         z = z + dt_bias_HK.to(dtype).view(raw_g_BTHK.shape[-2:])
-    rate = None if A_log_H is None else A_log_H.to(dtype).exp().unsqueeze(-1)
-    if lower_bound is None:
-        gate = -F.softplus(z)
-        return gate if rate is None else gate * rate
-    return lower_bound * torch.sigmoid(z if rate is None else rate * z)
+    rate = 1.0 if A_log_H is None else _rate(A_log_H, dtype)
+    return -rate * F.softplus(z) if lower_bound is None else lower_bound * torch.sigmoid(rate * z)
+
+
+def _rate(A_log_H: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """exp(A_log) [H, 1], held below infinity: an infinite rate times a zero logit has no value."""
+    return A_log_H.to(dtype).exp().clamp(max=torch.finfo(dtype).max).unsqueeze(-1)
+
+
+class _Gate(torch.autograd.Function):
+    """Backward written out. With y = exp(A) z: g = bound * sigmoid(y), or g = -exp(A) softplus(z)."""
+
+    @staticmethod
+    def forward(ctx: Any, raw, A_log, dt_bias, lower_bound):
+        dtype = accumulation_dtype(raw)
+        z = raw.to(dtype)
+        if dt_bias is not None:
+            z = z + dt_bias.to(dtype).view(raw.shape[-2:])
+        rate = z.new_ones(1) if A_log is None else _rate(A_log, dtype)
+        gate = F.softplus(z).mul_(-rate) if lower_bound is None else torch.sigmoid(rate * z).mul_(lower_bound)
+        ctx.save_for_backward(z, rate, gate)
+        ctx.lower_bound, ctx.dtype = lower_bound, raw.dtype
+        ctx.parameters = [None if p is None else (p.shape, p.dtype) for p in (A_log, dt_bias)]
+        return gate
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_gate):
+        z, rate, gate = ctx.saved_tensors
+        A_log, dt_bias = ctx.parameters
+        over = tuple(range(z.dim() - 2))
+        if ctx.lower_bound is None:
+            d_z = d_gate * torch.sigmoid(z) * -rate
+            d_A = d_gate * gate
+        else:
+            # d g / d y = g (1 - g / bound), an exact 0 where the sigmoid is saturated.
+            d_z = (d_gate * gate).mul_(1 - gate / ctx.lower_bound).mul_(rate)
+            d_A = d_z * z
+        d_A = None if A_log is None else d_A.sum((*over, -1)).view(A_log[0]).to(A_log[1])
+        d_bias = None if dt_bias is None else d_z.sum(over).view(dt_bias[0]).to(dt_bias[1])
+        return d_z.to(ctx.dtype), d_A, d_bias, None
 
 
 def naive_recurrent_kda(
@@ -126,7 +174,7 @@ def _recurrent(q, k, v, g, beta, state):
 def _one_chunk(q, k, v, g, beta, state):
     """One chunk of every sequence: [B, HV, C, ...] inputs (q scaled), state [B, HV, K, V]."""
     # Summed in fp64: one gate of -1000 would cost an fp32 sum the digits of every later difference.
-    G = g.to(torch.float64).cumsum(2)
+    G = g.to(torch.float64).clamp(min=-1e4).cumsum(2)
     causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     exponent = G.unsqueeze(3) - G.unsqueeze(2)
     decay = exponent.masked_fill(~causal[..., None], -torch.inf).exp().to(q.dtype)

@@ -33,8 +33,8 @@ from kernels.kda.reference_layout import ChunkLayout, chunk_layout
 from kernels.norm.reference import l2_norm
 from kernels.precision import accumulation_dtype
 
-# Measured on CPU at K = V = 32: 32 balances the work inside chunks against the scan. At K3's bound of -5 a token,
-# 16 always factors.
+# Measured on CPU at K = V = 32: 32 balances the work inside chunks against the scan. At K3's bound of -5
+# a token, 16 always factors.
 CHUNKS = (32, 16)
 # Below this length the recurrence has fewer operations than one chunk.
 RECURRENT_TOKENS = 4
@@ -187,7 +187,9 @@ def _scan(layout: ChunkLayout, total, decayed, k_tail, T, beta_v, state):
 
 
 def _reverse_scan(layout: ChunkLayout, total, decayed, k_tail, AP, T, d_o, d_state):
-    """X of every cell and the gradient of the state at its end; `d_state` becomes that of the initial states."""
+    """X of every cell and the gradient of the state at its end; `d_state` becomes that of the initial
+    states.
+    """
     X, d_next = torch.empty_like(d_o), d_o.new_empty(len(d_o), *d_state.shape[1:])
     k_decayed = decayed[:, : layout.chunk]
     d_U = torch.bmm(AP[:, layout.chunk :].mT, d_o)

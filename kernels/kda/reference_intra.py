@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-# e^-80 = 2e-35 and its reciprocal are normal fp32 numbers with room for a dot product. 16 tokens at K3's bound
-# of -5 span exactly 80; the rest is for rounding.
+# e^-80 = 2e-35 and its reciprocal are normal fp32 numbers with room for a dot product. 16 tokens at K3's
+# bound of -5 span exactly 80; the rest is for rounding.
 SPAN = 80.5
 # Numbers of one [cells, C, C, K] block of pairwise exponents: 16 MB in fp32.
 PAIRS_AT_ONCE = 1 << 22
@@ -60,7 +60,7 @@ def factored_decay(g: torch.Tensor) -> Decay | None:
 
 def pairwise_decay(g: torch.Tensor) -> Decay:
     """Decays for any gate, summed in fp64: one -1000 would cost an fp32 sum the digits of all that follow."""
-    log = g.to(torch.float64).cumsum(1)
+    log = g.to(torch.float64).clamp(min=-1e4).cumsum(1)  # -inf has no differences; e^-10000 is 0
     last = log[:, -1:]
     forward, tail = log.exp().to(g.dtype), (last - log).exp().to(g.dtype)
     return Decay(forward, None, tail, forward[:, -1], log)

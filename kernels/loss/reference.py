@@ -34,7 +34,8 @@ def linear_cross_entropy(
     pass scales them. Differentiable once.
 
     Args:
-        hidden_TD: [T, D].  weight_VD: [V, D].  targets_T: [T] int64; `ignore_index` marks tokens that do not count.
+        hidden_TD: [T, D].  weight_VD: [V, D].
+        targets_T: [T] int64; `ignore_index` marks tokens that do not count.
 
     Returns:
         The loss (fp32, or fp64 for fp64 inputs) and the count (int64), both 0-dim.
@@ -44,7 +45,7 @@ def linear_cross_entropy(
     """
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
-            f"hidden must be [T, D] and weight [V, D]; got {list(hidden_TD.shape)} and {list(weight_VD.shape)}"
+            f"hidden must be [T, D], weight [V, D]; got {list(hidden_TD.shape)}, {list(weight_VD.shape)}"
         )
     if targets_T.shape != hidden_TD.shape[:1]:
         raise ValueError(f"targets must be [T={hidden_TD.shape[0]}]; got {list(targets_T.shape)}")
@@ -68,14 +69,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = (hidden @ weight_VD.T).to(dtype)
             valid = targets_T[piece] != ignore_index
             target = targets_T[piece].where(valid, 0).unsqueeze(1)
-            logsumexp = logits.logsumexp(1, keepdim=True)
-            loss += ((logsumexp - logits.gather(1, target)).squeeze(1) * valid).sum()
+            logits.sub_(logits.amax(1, keepdim=True))
+            at_target = logits.gather(1, target)
+            share = logits.exp_()
+            total = share.sum(1, keepdim=True)
+            loss += (total.log() - at_target).squeeze(1).masked_fill_(~valid, 0).sum()
             if d_hidden is None and d_weight is None:
                 continue
-            d_logits = logits.sub_(logsumexp).exp_()
-            d_logits.scatter_add_(1, target, d_logits.new_full((1, 1), -1.0).expand_as(target))
-            d_logits *= valid.unsqueeze(1)
-            d_logits = d_logits.to(hidden.dtype)
+            share.div_(total)
+            share.scatter_add_(1, target, share.new_full((1, 1), -1.0).expand_as(target))
+            d_logits = share.masked_fill_(~valid.unsqueeze(1), 0).to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(d_logits, weight_VD, out=d_hidden[piece])
             if d_weight is not None:

@@ -1,12 +1,16 @@
-"""The FFN over expert-grouped rows, with two sets of weights: home experts and the copied ones in their slots.
+"""The FFN over expert-grouped rows, with two sets of weights: home experts, and copied ones in their slots.
 
-Legend: N rows, G groups, H dispatched width, Hi expert FFN width. Groups 0 .. epn-1 are home experts; the slots of
-copied experts follow.
+Legend: N rows, G groups, H dispatched width, Hi expert FFN width. Groups 0 .. epn-1 are home experts;
+the slots of copied experts follow.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from kernels.moe.reference import ExpertWeights
@@ -29,8 +33,9 @@ def grouped_ffn(
     """`down(situ(gate x) * cap(up x))` of each row with its group's expert; differentiable once.
 
     Args:
-        rows_NH: [N, H], grouped: group i is rows `offsets[i-1]` to `offsets[i]`. Rows after the last offset are not
-            read; their results and gradients are zero.
+        rows_NH: [N, H], grouped: group i is rows `offsets[i-1]` to `offsets[i]`. Rows after the last
+        offset are
+            not read; their results and gradients are zero.
         offsets_G: [G] int32 end offsets; empty groups are fine.
         home: (gate [epn, Hi, H], up [epn, Hi, H], down [epn, H, Hi]).
         copies: the same for `G - epn` slots; None when there are none.
@@ -63,10 +68,12 @@ def grouped_ffn_forward(
     out = torch.zeros_like(rows_NH)
     gate = rows_NH.new_empty(rows_NH.shape[0], home[0].shape[1])
     up = torch.empty_like(gate)
-    for piece, (gate_w, up_w, down_w) in _groups(offsets_G, home, copies):
-        torch.mm(rows_NH[piece], gate_w.T, out=gate[piece])
-        torch.mm(rows_NH[piece], up_w.T, out=up[piece])
-        torch.mm(situ_forward(gate[piece], up[piece], beta_gate, beta_up), down_w.T, out=out[piece])
+    for piece, ends, (gate_w, up_w, down_w), _ in _sets(offsets_G, home, copies):
+        x = rows_NH[piece]
+        gate[piece] = grouped_matmul(x, gate_w.mT, ends)
+        up[piece] = grouped_matmul(x, up_w.mT, ends)
+        h = situ_forward(gate[piece], up[piece], beta_gate, beta_up)
+        out[piece] = grouped_matmul(h, down_w.mT, ends)
     return out, (gate, up)
 
 
@@ -84,7 +91,8 @@ def grouped_ffn_backward(
     beta_up: float = 25.0,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ExpertWeights, ExpertWeights | None]:
-    """Gradients of `grouped_ffn`: (d_rows [N, H], (d_gate, d_up, d_down) of home, the same of copies or None).
+    """Gradients of `grouped_ffn`: (d_rows [N, H], (d_gate, d_up, d_down) of home, the same of copies, or
+    None).
 
     Args:
         saved: what `grouped_ffn_forward` returned; None computes the pre-activations again.
@@ -96,30 +104,70 @@ def grouped_ffn_backward(
         )
     gate, up = saved
     d_rows = torch.zeros_like(rows_NH)
-    d_home = tuple(torch.zeros_like(w, dtype=grad_dtype) for w in home)
-    d_copies = None if copies is None else tuple(torch.zeros_like(w, dtype=grad_dtype) for w in copies)
-    gradients = _groups(offsets_G, d_home, d_copies)
-    for (piece, (gate_w, up_w, down_w)), (_, (d_gate_w, d_up_w, d_down_w)) in zip(
-        _groups(offsets_G, home, copies), gradients, strict=True
-    ):
-        d_h = d_out_NH[piece] @ down_w
+    d_home: ExpertWeights = _empty_like(home, grad_dtype)
+    d_copies = None if copies is None else _empty_like(copies, grad_dtype)
+    for piece, ends, (gate_w, up_w, down_w), which in _sets(offsets_G, home, copies):
+        d_gate_w, d_up_w, d_down_w = (g[: len(ends)] for g in (d_home, d_copies)[which])  # type: ignore[union-attr]
+        x, d_out = rows_NH[piece], d_out_NH[piece]
+        d_h = grouped_matmul(d_out, down_w, ends)
         d_gate, d_up, h = situ_backward(d_h, gate[piece], up[piece], beta_gate, beta_up)
-        d_rows[piece] = d_gate @ gate_w + d_up @ up_w
-        d_gate_w.copy_(d_gate.T @ rows_NH[piece])
-        d_up_w.copy_(d_up.T @ rows_NH[piece])
-        d_down_w.copy_(d_out_NH[piece].T @ h)
-    return d_rows, d_home, d_copies  # type: ignore[return-value]
+        d_rows[piece] = grouped_matmul(d_gate, gate_w, ends).add_(grouped_matmul(d_up, up_w, ends))
+        d_gate_w.copy_(grouped_outer(d_gate, x, ends))
+        d_up_w.copy_(grouped_outer(d_up, x, ends))
+        d_down_w.copy_(grouped_outer(d_out, h, ends))
+    return d_rows, d_home, d_copies
 
 
-def _groups(offsets_G, home, copies):
-    """(slice of rows, weights of its expert) for each group that has rows."""
-    start, result = 0, []
-    for group, end in enumerate(offsets_G.tolist()):
-        weights, index = (home, group) if group < home[0].shape[0] else (copies, group - home[0].shape[0])
-        if end > start:
-            result.append((slice(start, end), tuple(w[index] for w in weights)))
-        start = end
-    return result
+def grouped_matmul(rows_NK: torch.Tensor, weight_GKM: torch.Tensor, ends_G: list[int]) -> torch.Tensor:
+    """[N, M]: each group of rows times its own matrix. `ends_G[-1]` = N."""
+    if _fits_grouped_mm(rows_NK, weight_GKM):
+        offsets = torch.tensor(ends_G, dtype=torch.int32, device=rows_NK.device)
+        return F.grouped_mm(rows_NK, weight_GKM[: len(ends_G)], offs=offsets)
+    out = rows_NK.new_empty(len(rows_NK), weight_GKM.shape[2])
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends_G])):
+        torch.mm(rows_NK[start:end], weight_GKM[group], out=out[start:end])
+    return out
+
+
+def grouped_outer(a_NM: torch.Tensor, b_NK: torch.Tensor, ends_G: list[int]) -> torch.Tensor:
+    """[G, M, K]: `a^T b` over the rows of each group; zero for an empty one."""
+    if _fits_grouped_mm(a_NM, b_NK):
+        offsets = torch.tensor(ends_G, dtype=torch.int32, device=a_NM.device)
+        return F.grouped_mm(a_NM.T, b_NK, offs=offsets)
+    out = a_NM.new_empty(len(ends_G), a_NM.shape[1], b_NK.shape[1])
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends_G])):
+        torch.mm(a_NM[start:end].T, b_NK[start:end], out=out[group])
+    return out
+
+
+def _fits_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """What torch's grouped_mm takes on a CPU: fp32 or bf16, rows of a multiple of 16 bytes; one loop in
+    C++.
+    """
+    if a.device.type != "cpu" or a.dtype != b.dtype or a.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    size = a.element_size()
+    rows_fit = all(stride == 1 or stride * size % 16 == 0 for x in (a, b) for stride in x.stride())
+    return rows_fit and 1 in a.stride()[-2:] and 1 in b.stride()[-2:] and min(*a.shape, *b.shape) > 0
+
+
+def _empty_like(weights: ExpertWeights, dtype: torch.dtype | None) -> ExpertWeights:
+    gate, up, down = (torch.zeros_like(w, dtype=dtype) for w in weights)
+    return gate, up, down
+
+
+def _sets(
+    offsets_G: torch.Tensor, home: ExpertWeights, copies: ExpertWeights | None
+) -> Iterator[tuple[slice, list[int], ExpertWeights, int]]:
+    """(rows, end offsets counted from the first of them, weights, 0 or 1) of the home groups and of the
+    copies.
+    """
+    ends = offsets_G.tolist()
+    epn, first = home[0].shape[0], 0
+    for which, (weights, group) in enumerate(((home, ends[:epn]), (copies, ends[epn:]))):
+        if weights is not None and group and group[-1] > first:
+            yield slice(first, group[-1]), [end - first for end in group], weights, which
+            first = group[-1]
 
 
 def _check(rows_NH, offsets_G, home, copies, activation) -> None:
@@ -132,8 +180,8 @@ def _check(rows_NH, offsets_G, home, copies, activation) -> None:
         if weights is None:
             continue
         gate, up, down = weights
-        width = rows_NH.shape[1]
-        if gate.shape != up.shape or gate.shape[2] != width or down.shape != (gate.shape[0], width, gate.shape[1]):
+        width, inner = rows_NH.shape[1], gate.shape[1]
+        if gate.shape != up.shape or gate.shape[2] != width or down.shape != (gate.shape[0], width, inner):
             raise ValueError(
                 f"{name} must be gate, up [n, Hi, H={width}] and down [n, H, Hi]; "
                 f"got {list(gate.shape)}, {list(up.shape)}, {list(down.shape)}"
@@ -145,7 +193,7 @@ class _GroupedFFN(torch.autograd.Function):
     def forward(ctx, rows_NH, offsets_G, beta_gate, beta_up, *weights):
         home = weights[:3]
         copies = None if weights[3] is None else weights[3:]
-        ctx.betas = dict(beta_gate=beta_gate, beta_up=beta_up)
+        ctx.betas = {"beta_gate": beta_gate, "beta_up": beta_up}
         out, saved = grouped_ffn_forward(rows_NH, offsets_G, home, copies, **ctx.betas)
         ctx.save_for_backward(rows_NH, offsets_G, *saved, *weights)
         return out

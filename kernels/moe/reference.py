@@ -1,6 +1,8 @@
-"""Plain references of the mixture-of-experts operators: what the fast forms and the Triton kernels are checked against.
+"""Plain references of the mixture-of-experts operators: what the fast forms and the Triton kernels are
+checked against.
 
-Legend: T tokens, E experts, K top-k, N rows grouped by expert, G groups, H dispatched width, Hi expert FFN width.
+Legend: T tokens, E experts, K top-k, N rows grouped by expert, G groups, H dispatched width, Hi expert
+FFN width.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def naive_quantile_histogram(
     bins: int,
     mask_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`counts[e, clamp(floor((cutoff_t - scores_te - low) / width), 0, bins - 1)] += 1` over the tokens of the mask."""
+    """`counts[e, clamp(floor((cutoff_t - scores_te - low) / width), 0, bins - 1)] += 1` over the tokens
+    of the mask.
+    """
     counts = torch.zeros(scores_TE.shape[1], bins, dtype=torch.int32)
     bin_TE = torch.floor((cutoff_T[:, None] - scores_TE - low) / width).clamp(0, bins - 1).long().tolist()
     for token, row in enumerate(bin_TE):
@@ -57,7 +61,9 @@ def naive_grouped_ffn(
     beta_gate: float = 4.0,
     beta_up: float = 25.0,
 ) -> torch.Tensor:
-    """One expert after another: `down(situ(gate x) * cap(up x))` on the rows of its group; zeros after the last."""
+    """One expert after another: `down(situ(gate x) * cap(up x))` on the rows of its group; zeros after
+    the last.
+    """
     outs, start = [rows_NH[:0]], 0
     for group, end in enumerate(offsets_G.tolist()):
         weights, index = (home, group) if group < home[0].shape[0] else (copies, group - home[0].shape[0])

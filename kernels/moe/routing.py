@@ -26,10 +26,27 @@ def router_topk(
     """
     num_experts = scores_TE.shape[-1]
     if not 1 <= top_k < num_experts:
-        raise ValueError(f"top_k={top_k} is out of range for {num_experts} experts; allowed: 1 to {num_experts - 1}")
+        allowed = f"allowed: 1 to {num_experts - 1}"
+        raise ValueError(f"top_k={top_k} is out of range for {num_experts} experts; {allowed}")
     with torch.no_grad():
-        biased, order = torch.sort(scores_TE + bias_E, dim=-1, descending=True, stable=True)
-        return order[:, :top_k].to(torch.int32), biased[:, top_k].clone()
+        biased = scores_TE + bias_E
+        if biased.dtype == torch.float32:
+            order = _sort_keys(biased).topk(top_k + 1, dim=-1).indices
+        else:
+            order = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, : top_k + 1]
+        return order[:, :top_k].to(torch.int32), biased.gather(1, order[:, top_k:]).squeeze(1)
+
+
+def _sort_keys(x_TE: torch.Tensor) -> torch.Tensor:
+    """Distinct int64 keys in the order of (x, lower id first), so that an unstable top-k has no ties to
+    break.
+
+    The bits of an fp32 number, its magnitude flipped where it is negative, order as integers do; `+ 0.0`
+    makes -0.0 equal 0.0. The reversed id fills the low 32 bits.
+    """
+    bits = (x_TE + 0.0).view(torch.int32)
+    key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64) << 32
+    return key | torch.arange(x_TE.shape[1] - 1, -1, -1, device=x_TE.device)
 
 
 @torch.no_grad()
@@ -58,4 +75,5 @@ def quantile_histogram(
     required = cutoff_T.unsqueeze(1) - scores_TE
     bin_TE = torch.floor((required - low) / width).clamp_(0, bins - 1).to(torch.int64)
     bin_TE += torch.arange(0, num_experts * bins, bins, device=scores_TE.device)
-    return torch.bincount(bin_TE.flatten(), minlength=num_experts * bins).view(num_experts, bins).to(torch.int32)
+    counts = torch.bincount(bin_TE.flatten(), minlength=num_experts * bins)
+    return counts.view(num_experts, bins).to(torch.int32)
