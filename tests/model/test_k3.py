@@ -240,3 +240,44 @@ def test_sizes_off_16_bytes_are_refused():
 def test_bad_shapes_are_named(arguments, words):
     with pytest.raises(ValueError, match=words):
         small_model()(**arguments)
+
+
+@pytest.mark.parametrize("block", [1, 2, 5])
+def test_block_sums_start_near_the_variance_of_the_embedding(block):
+    """So that the mean over sources keeps every one of them audible; within a factor of 4 in variance."""
+    torch.manual_seed(0)
+    model = K3Model(small_config(hidden_size=128, attention_residual_block_size=block))
+    sums = []
+    model.output_residual.register_forward_pre_hook(lambda module, inputs: sums.extend(inputs[0]))
+    with torch.no_grad():
+        model(random_tokens(2, 32))
+    variances = torch.stack([source.var() for source in sums])
+    assert len(sums) == -(-5 // block) + 1
+    assert variances[0] == pytest.approx(1.0, abs=0.1)
+    assert torch.all((variances > 0.25) & (variances < 4)), variances
+
+
+def test_a_repeated_step_is_the_same_to_the_bit():
+    def step() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        model = small_model(num_mtp_layers=1)
+        tokens = random_tokens(1, 40)
+        loss, _ = model(tokens, torch.tensor([0, 13, 40]), tokens.roll(-1, 1))
+        loss.backward()
+        return loss, [p.grad for p in model.parameters()]
+
+    (loss, gradients), (again, gradients_again) = step(), step()
+    assert torch.equal(loss, again)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
+
+
+def test_splitting_the_batch_does_not_change_the_sums():
+    """What gradient accumulation relies on: sums of losses and gradients add up over micro-batches."""
+    tokens, targets = random_tokens(4, 12), random_tokens(4, 12, seed=8)
+    targets[1, 3:] = -100
+    whole = small_model(dtype=torch.float64, num_mtp_layers=1)
+    whole(tokens, targets=targets)[0].backward()
+    parts = small_model(dtype=torch.float64, num_mtp_layers=1)
+    for rows in (slice(0, 1), slice(1, 3), slice(3, 4)):
+        parts(tokens[rows], targets=targets[rows])[0].backward()
+    for (name, a), b in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-11, msg=name)
