@@ -44,6 +44,7 @@ def build_model(
             policy=routing.policy,
             tau=routing.tau,
             slots=routing.slots,
+            max_imbalance=routing.max_imbalance,
             memory=parallel.memory,
             timeout_s=parallel.timeout_s,
             dtype=torch.bfloat16 if config.precision.name == "bf16" else torch.float32,

@@ -109,7 +109,8 @@ class RoutingConfig:
 
     policy: str = "bounded"
     tau: float = 1.0
-    slots: int | None = None
+    slots: int | None = None  # places for copied experts a rank; null: what exact balance may need
+    max_imbalance: float | None = None  # rank imbalance that the shard is sized for, with fewer slots
     balancer: str = "quantile"  # quantile | sign | none
     bins: int = 1000
     sign_rate: float = 1e-3

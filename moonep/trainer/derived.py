@@ -7,14 +7,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from model.config import K3Config
-from moonep.errors import ConfigError
+from moonep.errors import ConfigError, ContractError
+from moonep.planning import registered_policies
+from moonep.planning.layout import Geometry
 from moonep.trainer.compose import did_you_mean
 from moonep.trainer.config import Config
 from moonep.trainer.schedule import SCHEDULES, warmup_steps
 
 BALANCERS = ("quantile", "sign", "none")
-POLICIES = ("static", "moonep", "bounded")
-EXPERT_PADDING = 8  # rows: MoonEPExperts rounds each expert's segment up to it
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,13 @@ def _choice(key: str, value: str, allowed: Collection[str]) -> None:
         raise ConfigError(f"{key}={value} is unknown{did_you_mean(value, allowed, limit=0)}{options}")
 
 
-def check_values(config: Config, policies: Collection[str] = POLICIES) -> None:
+def check_values(config: Config) -> None:
     """Every check that needs neither model nor ranks.
-
-    Args:
-        config: the composed configuration.
-        policies: names that `routing.policy` may take; registered ones included.
 
     Raises:
         ConfigError: names the key, what came, what is allowed.
     """
-    _check_choices(config, policies)
+    _check_choices(config)
     t, o, s = config.train, config.optimizer, config.schedule
     for name in ("steps", "tokens_per_step", "micro_batch", "context"):
         _require(getattr(t, name) >= 1, f"train.{name}", getattr(t, name), "must be at least 1")
@@ -92,8 +88,8 @@ def check_values(config: Config, policies: Collection[str] = POLICIES) -> None:
     _require(timeout > 0, "parallel.timeout_s", timeout, "must be positive")
 
 
-def _check_choices(config: Config, policies: Collection[str]) -> None:
-    _choice("routing.policy", config.routing.policy, policies)
+def _check_choices(config: Config) -> None:
+    _choice("routing.policy", config.routing.policy, registered_policies())
     _choice("routing.balancer", config.routing.balancer, BALANCERS)
     _choice("optimizer.name", config.optimizer.name, ("adamw",))
     _choice("schedule.name", config.schedule.name, SCHEDULES)
@@ -149,18 +145,10 @@ def derive(config: Config, model: K3Config, world_size: int) -> Derived:
     )
     _require(t.context <= model.max_context, "train.context", t.context, f"exceeds {model.max_context}")
     capacity = t.micro_batch * t.context
-    home = model.num_experts // ep
-    slots = config.routing.slots
-    if slots is None:
-        slots = 0 if config.routing.policy == "static" else -(-model.num_experts * (ep - 1) // ep**2)
+    geometry = _geometry(config, model, ep, capacity)
     total, active = model.num_parameters()
     expert = len(model.moe_layers) * model.num_experts * model.parameter_sizes()["expert"]
     rank_parameters = total - expert + expert // ep
-    if config.routing.policy == "static":
-        rows = ep * capacity * model.top_k
-    else:
-        rows = math.ceil(config.routing.tau * capacity * model.top_k)
-    rows += (home + slots) * (EXPERT_PADDING - 1)
     width = 2 if config.precision.name == "bf16" else 4
     return Derived(
         world_size=world_size,
@@ -170,11 +158,29 @@ def derive(config: Config, model: K3Config, world_size: int) -> Derived:
         total_parameters=total,
         active_parameters=active,
         rank_parameters=rank_parameters,
-        shard_rows=rows,
-        slots=slots,
-        shard_bytes=rows * model.latent_size * width,
+        shard_rows=geometry.shard_rows,
+        slots=geometry.slots,
+        shard_bytes=geometry.shard_rows * model.latent_size * width,
         state_bytes=_state_bytes(config, total - expert, expert // ep, world_size, ep),
     )
+
+
+def _geometry(config: Config, model: K3Config, ep: int, capacity: int) -> Geometry:
+    """The sizes of an MoE layer's shard; messages of the planner in the words of the configuration."""
+    routing = config.routing
+    try:
+        return Geometry.build(
+            ep,
+            model.num_experts,
+            model.top_k,
+            capacity,
+            policy=routing.policy,
+            tau=routing.tau,
+            slots=routing.slots,
+            max_imbalance=routing.max_imbalance,
+        )
+    except ContractError as error:
+        raise ConfigError(f"routing: {error}") from None
 
 
 def _state_bytes(config: Config, dense: int, expert: int, world_size: int, ep: int) -> int:

@@ -132,6 +132,7 @@ def prepare(config: Config, device: torch.device, stop: StopRequest) -> Run:
     run = Run(config, model_config, derived, corpus, stream, parts, folder, device, stop)
     if checkpoint is not None:
         restore(run, checkpoint)
+    parts.routing.record_into(folder / "trace")
     if run.is_first:
         resumed = run.step if checkpoint is not None else None
         wandb_run = start_wandb(config, folder, run.wandb_id)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from model.config import K3Config
 from moonep.errors import ConfigError
+from moonep.planning.statistics import PlanStatistics
 from moonep.trainer.config import Config
 from moonep.trainer.derived import Derived
 from moonep.trainer.engine import ExpertGroups
@@ -79,7 +80,7 @@ class RoutingMonitor:
     ):
         self.layers, self.groups, self.source = layers, groups, source
         self.accumulation, self.capacity, self.top_k = derived.accumulation, derived.capacity, model.top_k
-        self.ep_rank = dist.get_rank(groups.ep)
+        self.ep_rank, self.ep_size = dist.get_rank(groups.ep), derived.ep
         self.seed = config.seed
         device = next(layers[0].parameters()).device if layers else torch.device("cpu")
         self._sums = torch.zeros(len(layers), len(STATISTICS), dtype=torch.float64, device=device)
@@ -109,7 +110,7 @@ class RoutingMonitor:
         for row, layer in enumerate(self.layers):
             plan = getattr(layer.experts, "last_plan", None)
             if plan is not None:
-                self._sums[row] += plan_statistics(plan)
+                self._sums[row] += plan_numbers(plan.statistics, self.ep_size)
         if self._recording:
             self._record()
         self._instances += 1
@@ -166,6 +167,11 @@ class RoutingMonitor:
             self._writer.add(self._instance, torch.stack(parts, dim=1).cpu().numpy())
 
 
-def plan_statistics(plan: Any) -> torch.Tensor:
-    """`STATISTICS` of one plan, fp64, on the plan's device."""
-    return torch.stack([getattr(plan, name).double().reshape(()) for name in STATISTICS])
+def plan_numbers(statistics: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """`STATISTICS` of one plan, fp64, from the integers of `planning.PlanStatistics`; no host read."""
+    column = dict(zip(PlanStatistics._fields, statistics.double().unbind(), strict=True))
+    mean = (column["total"] / num_ranks).clamp(min=1e-9)
+    idle = column["total"] == 0
+    before = torch.where(idle, 1.0, column["max_before"] / mean)
+    after = torch.where(idle, 1.0, column["max_after"] / mean)
+    return torch.stack([before, after, column["moved_tokens"], column["copies"]])

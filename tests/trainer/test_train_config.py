@@ -137,9 +137,9 @@ def test_derived_numbers():
     derived = derive(_config(*words), model, 4)
     assert (derived.accumulation, derived.capacity, derived.ep) == (2, 1024, 2)
     assert derived.slots == 4  # ceil(16 * 1 / 4)
-    assert derived.shard_rows == 1024 * 2 + (8 + 4) * 7
+    assert derived.shard_rows == 2136  # 1024 * 2 + (8 + 4) * 7, rounded up to 8
     static = derive(_config(*words, "routing.policy=static"), model, 4)
-    assert (static.shard_rows, static.slots) == (2 * 1024 * 2 + 8 * 7, 0)
+    assert (static.shard_rows, static.slots) == (4152, 0)  # 2 * 1024 * 2 + 8 * 7
     total, _ = model.num_parameters()
     experts = 3 * 16 * model.parameter_sizes()["expert"]
     assert derived.rank_parameters == total - experts // 2
