@@ -67,7 +67,7 @@ def sum_over_sources(counts: torch.Tensor, use_numba: bool | None = None) -> np.
 def _state(num_ranks: int, num_experts: int, slots: int, as_array: bool) -> solvers.State:
     # A step of shed_surplus fills a slot; a step of upstream's rule ends an expert or a quota.
     moves = num_ranks * slots + num_experts + num_ranks
-    sizes = (*[num_ranks] * 3, num_experts, *[num_ranks] * 2, *[moves] * 3)
+    sizes = (*[num_ranks] * 4, num_experts, *[num_ranks] * 2, *[moves] * 3)
     return solvers.State(*(np.zeros(n, dtype=np.int64) if as_array else [0] * n for n in sizes))
 
 

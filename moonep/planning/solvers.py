@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 STATIC, MOONEP, BOUNDED = 0, 1, 2
+CANDIDATES = 5  # attempts of `bounded`
 EXACT = 1000  # tau in thousandths
 
 Vector = Any  # a list of ints, or an int64 numpy vector under numba
@@ -22,7 +23,8 @@ Vector = Any  # a list of ints, or an int64 numpy vector under numba
 class State(NamedTuple):
     """What a rule changes while it moves tokens.
 
-    load, caps [R]: tokens computed on a rank now, and the most it may compute.
+    load, caps [R]: tokens computed on a rank now, and the most this attempt lets it compute.
+    target [R]: the most it may compute if the balance target is to hold.
     free [R]: slots of a rank that hold no copied expert yet.
     remaining [E]: tokens of an expert still computed at home.
     quota, donor [R]: tokens a receiver still takes, and from whom (the one-donor rules).
@@ -31,6 +33,7 @@ class State(NamedTuple):
 
     load: Vector
     caps: Vector
+    target: Vector
     free: Vector
     remaining: Vector
     quota: Vector
@@ -278,9 +281,11 @@ def return_smallest(state, moves, num_ranks, epn):
 
 
 def overflow(state, num_ranks):
-    """Tokens by which the fullest rank exceeds its cap (0: the target holds)."""
-    worst = most_overloaded(state, num_ranks)
-    return max(0, state.load[worst] - state.caps[worst])
+    """Tokens by which the fullest rank exceeds its target (0: the target holds)."""
+    worst = 0
+    for rank in range(num_ranks):
+        worst = max(worst, state.load[rank] - state.target[rank])
+    return worst
 
 
 def solve_moonep(state, best, totals, start, num_ranks, epn, slots):
@@ -291,12 +296,14 @@ def solve_moonep(state, best, totals, start, num_ranks, epn, slots):
     return keep(state, best, return_smallest(state, moves, num_ranks, epn))
 
 
-def target_caps(state, num_ranks, total, tau):
-    """ceil(tau * total / R) each, tau in thousandths; at tau = 1 exactly floor or ceil."""
+def set_target(state, num_ranks, total, tau):
+    """Caps and target: ceil(tau * total / R) each, tau in thousandths; at tau = 1 exactly floor or ceil."""
     if tau == EXACT:
         set_exact_caps(state, num_ranks, total, False)
     else:
         set_uniform_caps(state, num_ranks, -(-tau * total // (EXACT * num_ranks)))
+    for rank in range(num_ranks):
+        state.target[rank] = state.caps[rank]
 
 
 def keep(state, best, moves):
@@ -307,33 +314,37 @@ def keep(state, best, moves):
     return moves
 
 
+def attempt(state, candidate, num_ranks, epn, slots, total, tau):
+    """Moves of one candidate: 0, 1 shed (tightest, widest room); 2, 3, 4 fill to the target, exactly, as
+    guaranteed.
+    """
+    if candidate < 2:
+        return shed_surplus(state, num_ranks, epn, candidate == 0)
+    if candidate == 3:
+        set_exact_caps(state, num_ranks, total, False)
+    elif candidate == 4:
+        guaranteed = -(-total * epn // (epn + (num_ranks - 1) * slots))
+        set_uniform_caps(state, num_ranks, max(guaranteed, -(-tau * total // (EXACT * num_ranks))))
+    return fill_receivers(state, num_ranks, epn, slots)
+
+
 def solve_bounded(state, best, totals, start, num_ranks, epn, slots, tau):
-    """Fewest copies of several ways to shed the surplus; where slots stop them all, the fallbacks that cannot
+    """Fewest copies of two ways to shed the surplus; where slots stop both, the fallbacks that cannot
     fail.
     """
     best_moves = 0
     best_overflow = -1
     donors = 0
-    for candidate in range(5):
+    for candidate in range(CANDIDATES):
         # One copy a donor cannot be beaten, and the fallbacks are only for want of slots.
         if best_overflow == 0 and (candidate >= 2 or best_moves == donors):
             break
         total = reset(state, totals, start, num_ranks, epn, slots)
-        target_caps(state, num_ranks, total, tau)
+        set_target(state, num_ranks, total, tau)
         if candidate == 0:
             for rank in range(num_ranks):
                 donors += 1 if state.load[rank] > state.caps[rank] else 0
-        cap = state.caps[0]
-        if candidate == 3:
-            set_exact_caps(state, num_ranks, total, False)
-        elif candidate == 4:
-            guaranteed = -(-total * epn // (epn + (num_ranks - 1) * slots))
-            set_uniform_caps(state, num_ranks, max(cap, guaranteed))
-        if candidate < 2:
-            moves = shed_surplus(state, num_ranks, epn, candidate == 0)
-        else:
-            moves = fill_receivers(state, num_ranks, epn, slots)
-        target_caps(state, num_ranks, total, tau)
+        moves = attempt(state, candidate, num_ranks, epn, slots, total, tau)
         missed = overflow(state, num_ranks)
         if best_overflow < 0 or missed < best_overflow or (missed == best_overflow and moves < best_moves):
             best_overflow = missed
@@ -366,7 +377,8 @@ HELPERS = (
     reset,
     set_uniform_caps,
     set_exact_caps,
-    target_caps,
+    set_target,
+    attempt,
     most_overloaded,
     choose_expert,
     tightest_room,
