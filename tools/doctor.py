@@ -107,7 +107,7 @@ def check_gpus() -> list[Finding]:
             advice = "training uses the CPU: right for preset tiny; larger models need a GPU"
             return [Finding("GPUs", NOTE, "none", advice)]
         found = f"driver {_driver()}, but torch {torch.__version__} sees none"
-        advice = f"install a torch for a CUDA that this driver supports (this one is for {torch.version.cuda})"
+        advice = f"install a torch whose CUDA this driver supports (this one is for {torch.version.cuda})"
         return [Finding("GPUs", GAP, found, advice)]
     count = torch.cuda.device_count()
     names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
