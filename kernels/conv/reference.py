@@ -92,6 +92,15 @@ def short_convolution(
     wanted = (sequences, x_BTD.shape[2], weight_DW.shape[1] - 1)
     if initial_state is not None and tuple(initial_state.shape) != wanted:
         raise ValueError(f"initial_state must be {list(wanted)}; got {list(initial_state.shape)}")
+    # Decoding: for a few tokens the plain form has fewer operations.
+    if cu_seqlens is None and x_BTD.shape[1] < weight_DW.shape[1]:
+        return naive_short_convolution(
+            x_BTD,
+            weight_DW,
+            activation=activation,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+        )
     bounds = _bounds(x_BTD, cu_seqlens)
     packed = cu_seqlens is not None
     y_BTD = _ShortConvolution.apply(x_BTD, weight_DW, activation, bounds, packed, initial_state)

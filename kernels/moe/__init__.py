@@ -9,7 +9,7 @@ from kernels.moe.reference import (
     naive_situ_glu,
 )
 from kernels.moe.routing import quantile_histogram, router_topk
-from kernels.moe.situ import situ_backward, situ_glu
+from kernels.moe.situ import situ_glu
 
 __all__ = [
     "draw_expert_seed",
@@ -24,6 +24,5 @@ __all__ = [
     "naive_situ_glu",
     "quantile_histogram",
     "router_topk",
-    "situ_backward",
     "situ_glu",
 ]

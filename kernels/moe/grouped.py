@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from kernels.moe.reference import ExpertWeights
-from kernels.moe.situ import situ_backward, situ_forward
+from kernels.moe.situ import Factors, situ_backward, situ_factors, situ_forward
+from kernels.precision import accumulation_dtype
 
 ACTIVATIONS = ("situ",)
-Saved = tuple[torch.Tensor, torch.Tensor]
 
 
 def grouped_ffn(
@@ -62,19 +62,21 @@ def grouped_ffn_forward(
     activation: str = "situ",
     beta_gate: float = 4.0,
     beta_up: float = 25.0,
-) -> tuple[torch.Tensor, Saved]:
+) -> tuple[torch.Tensor, Factors]:
     """`grouped_ffn` without autograd: (out [N, H], what `grouped_ffn_backward` takes as `saved`)."""
     _check(rows_NH, offsets_G, home, copies, activation)
     out = torch.zeros_like(rows_NH)
-    gate = rows_NH.new_empty(rows_NH.shape[0], home[0].shape[1])
-    up = torch.empty_like(gate)
+    shape, dtype = (rows_NH.shape[0], home[0].shape[1]), accumulation_dtype(rows_NH)
+    saved = Factors(*(rows_NH.new_empty(shape, dtype=dtype) for _ in range(3)))
     for piece, ends, (gate_w, up_w, down_w), _ in _sets(offsets_G, home, copies):
         x = rows_NH[piece]
-        gate[piece] = grouped_matmul(x, gate_w.mT, ends)
-        up[piece] = grouped_matmul(x, up_w.mT, ends)
-        h = situ_forward(gate[piece], up[piece], beta_gate, beta_up)
+        gate, up = grouped_matmul(x, gate_w.mT, ends), grouped_matmul(x, up_w.mT, ends)
+        factors = situ_factors(gate, up, beta_gate, beta_up)
+        h = situ_forward(factors, beta_gate, beta_up).to(x.dtype)
         out[piece] = grouped_matmul(h, down_w.mT, ends)
-    return out, (gate, up)
+        for whole, part in zip(saved, factors, strict=True):
+            whole[piece] = part
+    return out, saved
 
 
 @torch.no_grad()
@@ -85,7 +87,7 @@ def grouped_ffn_backward(
     home: ExpertWeights,
     copies: ExpertWeights | None = None,
     *,
-    saved: Saved | None = None,
+    saved: Factors | None = None,
     activation: str = "situ",
     beta_gate: float = 4.0,
     beta_up: float = 25.0,
@@ -95,14 +97,13 @@ def grouped_ffn_backward(
     None).
 
     Args:
-        saved: what `grouped_ffn_forward` returned; None computes the pre-activations again.
+        saved: what `grouped_ffn_forward` returned; None computes it again.
         grad_dtype: of the weight gradients; None takes the weights' dtype.
     """
     if saved is None:
         _, saved = grouped_ffn_forward(
             rows_NH, offsets_G, home, copies, activation=activation, beta_gate=beta_gate, beta_up=beta_up
         )
-    gate, up = saved
     d_rows = torch.zeros_like(rows_NH)
     d_home: ExpertWeights = _empty_like(home, grad_dtype)
     d_copies = None if copies is None else _empty_like(copies, grad_dtype)
@@ -110,7 +111,8 @@ def grouped_ffn_backward(
         d_gate_w, d_up_w, d_down_w = (g[: len(ends)] for g in (d_home, d_copies)[which])  # type: ignore[union-attr]
         x, d_out = rows_NH[piece], d_out_NH[piece]
         d_h = grouped_matmul(d_out, down_w, ends)
-        d_gate, d_up, h = situ_backward(d_h, gate[piece], up[piece], beta_gate, beta_up)
+        factors = Factors(*(part[piece] for part in saved))
+        d_gate, d_up, h = (t.to(x.dtype) for t in situ_backward(d_h, factors, beta_gate, beta_up))
         d_rows[piece] = grouped_matmul(d_gate, gate_w, ends).add_(grouped_matmul(d_up, up_w, ends))
         d_gate_w.copy_(grouped_outer(d_gate, x, ends))
         d_up_w.copy_(grouped_outer(d_up, x, ends))
@@ -201,9 +203,10 @@ class _GroupedFFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
-        rows, offsets, gate, up, *weights = ctx.saved_tensors
+        rows, offsets, *rest = ctx.saved_tensors
+        saved, weights = Factors(*rest[:3]), rest[3:]
         copies = None if weights[3] is None else tuple(weights[3:])
         d_rows, d_home, d_copies = grouped_ffn_backward(
-            d_out, rows, offsets, tuple(weights[:3]), copies, saved=(gate, up), **ctx.betas
+            d_out, rows, offsets, tuple(weights[:3]), copies, saved=saved, **ctx.betas
         )
         return d_rows, None, None, None, *d_home, *(d_copies or (None, None, None))

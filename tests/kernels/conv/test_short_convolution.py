@@ -27,7 +27,9 @@ def test_equals_plain_form_with_and_without_cache(taps, tokens, activation):
     x, weight = case(3, tokens, taps=taps)
     history = torch.randn(3, 5, taps - 1, dtype=torch.float64)
     for state in (None, history):
-        got = short_convolution(x, weight, activation=activation, initial_state=state, output_final_state=True)
+        got = short_convolution(
+            x, weight, activation=activation, initial_state=state, output_final_state=True
+        )
         want = naive_short_convolution(
             x, weight, activation=activation, initial_state=state, output_final_state=True
         )

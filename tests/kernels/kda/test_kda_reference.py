@@ -2,8 +2,8 @@
 the edge.
 
 Tolerances: fp64 1e-10 and fp32 1e-5 relative RMS, the project's bound for chunkwise against recurrent;
-both hold with two or more digits to spare, so a wrong term cannot hide. Gradients are compared in fp64 with the
-same 1e-10.
+both hold with two or more digits to spare, so a wrong term cannot hide. Gradients are compared in fp64
+with the same 1e-10.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 FORMS = {"plain": naive_chunk_kda, "fast": chunk_kda}
 
 
-def case(batch, tokens, heads=2, value_heads=4, key=8, value=6, gate=-0.5, sequences=None, dtype=torch.float64):
+def case(
+    batch, tokens, heads=2, value_heads=4, key=8, value=6, gate=-0.5, sequences=None, dtype=torch.float64
+):
     torch.manual_seed(tokens + int(-gate))
     q = torch.randn(batch, tokens, heads, key, dtype=dtype)
     k = F.normalize(torch.randn(batch, tokens, heads, key, dtype=dtype), dim=-1)
@@ -110,7 +112,8 @@ def test_gradcheck_of_the_fast_path_with_every_flag():
     torch.manual_seed(0)
     d = torch.float64
     q, k, g = (torch.randn(1, 18, 1, 3, dtype=d).requires_grad_() for _ in range(3))
-    v, beta = torch.randn(1, 18, 1, 2, dtype=d).requires_grad_(), torch.randn(1, 18, 1, dtype=d).requires_grad_()
+    v = torch.randn(1, 18, 1, 2, dtype=d).requires_grad_()
+    beta = torch.randn(1, 18, 1, dtype=d).requires_grad_()
     A_log, dt_bias = torch.randn(1, dtype=d).requires_grad_(), torch.randn(3, dtype=d).requires_grad_()
     state = torch.randn(2, 1, 2, 3, dtype=d).requires_grad_()
 
