@@ -21,6 +21,11 @@ EXCLUDED_FOLDERS = frozenset(
 )
 EXCLUDED_PATTERNS = ("config-*", "__phello__*", "pydoc_data/topics.py", "_sysconfigdata*")
 
+# Texts that a shipped configuration names and the project does not carry.
+KNOWN_TEXTS = {
+    "tinyshakespeare.txt": "the path of data/tinyshakespeare/input.txt of github.com/karpathy/char-rnn",
+}
+
 # Text is tokenized in memory; more than this belongs into memory-mapped shards.
 MAX_RAW_BYTES = 2 << 30
 
@@ -77,9 +82,8 @@ def find_files(
         return stdlib_source()
     root = Path(path).expanduser()
     if not root.exists():
-        raise DataError(
-            f"data.path={path} does not exist (seen from {Path.cwd()}); give a text file or a folder"
-        )
+        hint = KNOWN_TEXTS.get(root.name, "a text file or a folder")
+        raise DataError(f"data.path={path} does not exist (seen from {Path.cwd()}); give {hint}")
     if root.is_file():
         source = TextSource(root.name, root.parent, [root])
     else:

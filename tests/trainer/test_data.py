@@ -105,6 +105,7 @@ def test_one_file_is_split_by_position(tmp_path):
     ("config", "error", "named"),
     [
         (DataConfig(path="/nowhere/at/all"), DataError, "data.path=/nowhere/at/all"),
+        (DataConfig(path="data/tinyshakespeare.txt"), DataError, "github.com/karpathy/char-rnn"),
         (DataConfig(name="text"), DataError, "data.path="),
         (DataConfig(name="tokens", path="."), DataError, "tools.prepare_data"),
         (DataConfig(name="wiki"), ConfigError, "data.name=wiki"),
