@@ -224,3 +224,64 @@ class SimulateConfig:
         None  # a Python module imported first, to register policies or workloads of one's own
     )
     out: str = "runs/simulate"
+
+
+@dataclass
+class TrainConfig:
+    """As in training: `tokens_per_step` gives the accumulation."""
+
+    micro_batch: int = 1
+    context: int = 4096
+    tokens_per_step: int = 4_194_304
+    activation_checkpointing: bool | None = None  # null: try both
+
+
+@dataclass
+class SplitConfig:
+    """`ep`, `pp`, `cp` null: every split is tried."""
+
+    ep: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    zero: int = 1
+
+
+@dataclass
+class RoutingChoice:
+    policy: str = "bounded"
+    tau: float = 1.0
+    slots: int | None = None
+
+
+@dataclass
+class InferenceConfig:
+    """The workpoint of the operator table. `phase`: decode, prefill, or both."""
+
+    phase: str = "both"
+    batch: int = 1
+    context: int = 8192
+    precision: str = "mxfp4"  # bf16 | fp8 | mxfp4 (routed experts MXFP4, the rest bf16, as K3 is released)
+    chips: int = 1
+    fused: bool = True
+    target_tokens_s: float = 50.0  # of one sequence; asks for a bandwidth
+
+
+@dataclass
+class EstimateConfig:
+    """`python -m tools.estimate`. `devices` null: the smallest cluster that fits. `what`: all, training,
+    operators."""
+
+    model: str = "k3"
+    cluster: Hardware = field(default_factory=Hardware)
+    what: str = "all"
+    devices: int | None = None
+    precision: str = "bf16"  # of training
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: SplitConfig = field(default_factory=SplitConfig)
+    routing: RoutingChoice = field(default_factory=RoutingChoice)
+    tokens: float = 1e12  # budget for days and GPU-hours
+    compare: bool = True  # also the smallest cluster of every other profile
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    explain: bool = False
+    report: bool = True
+    out: str = "runs/estimate"

@@ -158,6 +158,8 @@ def _combine(traffic: Traffic, shape: LayerShape, hardware: Hardware, payload: s
 def products_seconds(traffic: Traffic, shape: LayerShape, hardware: Hardware, backward: bool) -> np.ndarray:
     """Seconds [R] of the grouped FFN: two products wide (gate, up), one narrow (down), and the activation
     between."""
+    # Gate and up (inner dimension H) are two thirds of the FLOPs, down (inner Hi) one third.
+    slowdown = 2 / 3 / hardware.depth_factor(shape.hidden) + 1 / 3 / hardware.depth_factor(shape.ffn_hidden)
     flops = 6.0 * traffic.tiled_R * shape.hidden * shape.ffn_hidden
     weights = traffic.groups_R * shape.expert_parameters * shape.weight_bytes
     row_values = 2 * shape.hidden + 3 * shape.ffn_hidden
@@ -165,13 +167,16 @@ def products_seconds(traffic: Traffic, shape: LayerShape, hardware: Hardware, ba
     activation = 3 * traffic.load_R * shape.ffn_hidden * shape.weight_bytes * hardware.elementwise_passes
     rate, hbm = hardware.tflops(shape.precision) * 1e12, hardware.hbm_gb_s * 1e9
     overhead = traffic.groups_R * hardware.group_us * 1e-6
+    forward = np.maximum(flops * slowdown / rate, (weights + rows) / hbm)
     if not backward:
-        return np.maximum(flops / rate, (weights + rows) / hbm) + activation / hbm + overhead
+        return forward + activation / hbm + overhead
     again = 2 / 3 if shape.recompute else 0.0
-    # Input gradients read weights; weight gradients read rows and read-modify-write fp32 sums of each group.
-    weight_gradients = traffic.groups_R * shape.expert_parameters * 8.0
-    memory = (1 + again) * weights + weight_gradients + (2 + again) * rows
-    products = np.maximum((2 + again) * flops / rate, memory / hbm)
+    # Weight gradients: the inner dimension is the rows of a group; fp32 sums of each group are read and
+    # written.
+    group_rows = float((traffic.load_R / np.maximum(traffic.groups_R, 1)).mean())
+    gradient_flops = flops / rate / hardware.depth_factor(max(group_rows, 1.0))
+    gradient_memory = (traffic.groups_R * shape.expert_parameters * 8.0 + rows) / hbm
+    products = (1 + again) * forward + np.maximum(gradient_flops, gradient_memory)
     return products + (2 + again) * activation / hbm + (2 + again) * overhead
 
 

@@ -25,9 +25,10 @@ class Hardware:
     memory_gb: float = 141.0  # of a device
     reserved_gb: float = 4.0  # context, allocator slack, NCCL
     peak_bf16_tflops: float = 989.0  # dense, for MFU
-    bf16_tflops: float = 721.0  # large grouped products
-    fp8_tflops: float = 1440.0  # 0: none, bf16 is used
+    bf16_tflops: float = 780.0  # grouped products of endless inner dimension
+    fp8_tflops: float = 1560.0  # 0: none, bf16 is used
     fp4_tflops: float = 0.0
+    half_depth: float = 600.0  # inner dimension at which a product runs at half that rate
     hbm_gb_s: float = 4250.0
     link_gb_s: float = 355.0  # each way, inside a domain
     domain_size: int = 8  # devices that reach each other by loads and stores
@@ -75,6 +76,10 @@ class Hardware:
             return self.fp8_tflops
         # CPUs multiply fp32 at the rate that was measured; GPUs (TF32 off) at about a tenth of bf16.
         return self.bf16_tflops if precision != "fp32" or self.device == "cpu" else self.bf16_tflops / 10
+
+    def depth_factor(self, inner: float) -> float:
+        """Share of the rate that a product of this inner dimension reaches: inner / (inner + half_depth)."""
+        return inner / (inner + self.half_depth) if inner > 0 else 1.0
 
     @property
     def usable_gb(self) -> float:

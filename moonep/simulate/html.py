@@ -131,11 +131,12 @@ class Page:
         )
         answer = f'<div class="answer">{html.escape(self.answer)}</div>' if self.answer else ""
         charts = json.dumps(self._charts, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+        title = html.escape(self.title)
         return (
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(self.title)}</title>'
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
             '<meta name="viewport" content="width=device-width,initial-scale=1">'
             f"<style>{STYLE}</style><script>{get_plotlyjs()}</script></head><body>"
-            f"<header><h1>{html.escape(self.title)}</h1>{subtitle}</header><main>{answer}"
+            f"<header><h1>{title}</h1>{subtitle}</header><main>{answer}"
             f'<div class="tiles">{tiles}</div>{"".join(self._body)}'
             "<footer>Self-contained: this file needs no network.</footer></main>"
             f"<script>const CHARTS={charts};{SCRIPT}</script></body></html>\n"
