@@ -8,7 +8,8 @@ setup_env ""
 
 ranks=2
 if has_gpu; then
-  ranks=$(.venv/bin/python -c 'import torch; print(max(1, torch.cuda.device_count()))')
+  # the experiment's 16 sequences a step and 16 experts divide by powers of two
+  ranks=$(.venv/bin/python -c 'import torch; n = torch.cuda.device_count(); print(min(16, 1 << max(0, n.bit_length() - 1)))')
 else
   # the ranks share the cores; more threads than cores make both slower
   cores=$(nproc)

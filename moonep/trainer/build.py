@@ -68,7 +68,7 @@ def build_parts(config: Config, model_config: K3Config, derived: Derived, device
     layers = list(model.moe_layers())
     o = config.optimizer
     settings = EngineSettings(
-        micro_batch=config.train.micro_batch,
+        micro_batch=derived.micro_batch,
         accumulation=derived.accumulation,
         ep=derived.ep,
         zero=config.parallel.zero,

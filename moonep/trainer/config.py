@@ -22,13 +22,13 @@ class TrainSection:
 
     steps: int = 1000
     tokens_per_step: int = 8192
-    micro_batch: int = 4  # sequences a rank computes at once
+    micro_batch: int | None = 4  # sequences a rank computes at once; null: all of a rank's share of a step
     context: int = 256  # tokens of a sequence
     activation_checkpointing: bool = False
     validate_every: int = 100  # steps; 0: only at the end
     validate_tokens: int = 65_536  # 0: the whole validation split
     sample_tokens: int = 256  # length of sample.txt; 0: none
-    sample_prompt: str = "\n"
+    sample_prompt: str | None = None  # null: the first token of the validation split
     sample_temperature: float = 0.8
 
 

@@ -23,6 +23,7 @@ class Derived:
 
     Attributes:
         world_size, ep: ranks, and how many of them share one set of experts.
+        micro_batch: sequences of a rank's micro-batch.
         accumulation: micro-batches a rank computes in a step.
         capacity: S, tokens a rank passes through an MoE layer at once.
         total_parameters, active_parameters: of the model; see `K3Config.num_parameters`.
@@ -34,6 +35,7 @@ class Derived:
 
     world_size: int
     ep: int
+    micro_batch: int
     accumulation: int
     capacity: int
     total_parameters: int
@@ -64,7 +66,8 @@ def check_values(config: Config) -> None:
     """
     _check_choices(config)
     t, o, s = config.train, config.optimizer, config.schedule
-    for name in ("steps", "tokens_per_step", "micro_batch", "context"):
+    _require(t.micro_batch is None or t.micro_batch >= 1, "train.micro_batch", t.micro_batch, "is below 1")
+    for name in ("steps", "tokens_per_step", "context"):
         _require(getattr(t, name) >= 1, f"train.{name}", getattr(t, name), "must be at least 1")
     for name in ("validate_every", "validate_tokens", "sample_tokens"):
         _require(getattr(t, name) >= 0, f"train.{name}", getattr(t, name), "must not be negative")
@@ -134,17 +137,18 @@ def derive(config: Config, model: K3Config, world_size: int) -> Derived:
     """
     t = config.train
     ep = expert_parallel_size(config, model, world_size)
-    piece = t.micro_batch * t.context * world_size
+    micro_batch = t.micro_batch or max(1, t.tokens_per_step // (t.context * world_size))
+    piece = micro_batch * t.context * world_size
     nearest = max(1, round(t.tokens_per_step / piece)) * piece
     _require(
         t.tokens_per_step % piece == 0,
         "train.tokens_per_step",
         t.tokens_per_step,
-        f"is not a multiple of micro_batch {t.micro_batch} x context {t.context} x ranks {world_size}"
+        f"is not a multiple of micro_batch {micro_batch} x context {t.context} x ranks {world_size}"
         f" = {piece}; the nearest is {nearest}",
     )
     _require(t.context <= model.max_context, "train.context", t.context, f"exceeds {model.max_context}")
-    capacity = t.micro_batch * t.context
+    capacity = micro_batch * t.context
     geometry = _geometry(config, model, ep, capacity)
     total, active = model.num_parameters()
     expert = len(model.moe_layers) * model.num_experts * model.parameter_sizes()["expert"]
@@ -153,6 +157,7 @@ def derive(config: Config, model: K3Config, world_size: int) -> Derived:
     return Derived(
         world_size=world_size,
         ep=ep,
+        micro_batch=micro_batch,
         accumulation=t.tokens_per_step // piece,
         capacity=capacity,
         total_parameters=total,
@@ -207,7 +212,7 @@ def report(config: Config, model: K3Config, derived: Derived) -> str:
     lines = [
         f"model      {config.model.preset}: {d.total_parameters:,} parameters,"
         f" {d.active_parameters:,} active; {model.num_experts} experts, top {model.top_k}",
-        f"step       {t.tokens_per_step:,} tokens = {t.micro_batch} sequences x {t.context} tokens"
+        f"step       {t.tokens_per_step:,} tokens = {d.micro_batch} sequences x {t.context} tokens"
         f" x {d.world_size} ranks x {d.accumulation} accumulation",
         f"run        {t.steps:,} steps = {t.steps * t.tokens_per_step:,} tokens;"
         f" warm-up {warmup_steps(config.schedule, t.steps)} steps, then {config.schedule.name}",

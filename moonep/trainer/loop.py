@@ -101,7 +101,7 @@ def _stream(config: Config, corpus: Corpus, derived: Derived, rank: int) -> Batc
     return BatchStream(
         corpus.split("train"),
         context=config.train.context,
-        micro_batch=config.train.micro_batch,
+        micro_batch=derived.micro_batch,
         rank=rank,
         world_size=derived.world_size,
         accumulation=derived.accumulation,
@@ -125,6 +125,7 @@ def prepare(config: Config, device: torch.device, stop: StopRequest) -> Run:
     corpus = build_corpus(config.data_config())
     model_config = model_config_of(config, corpus)
     derived = derive(config, model_config, world_size)
+    prompt_ids(config, corpus)  # a prompt that cannot be spelled is better known now than after training
     stream = _stream(config, corpus, derived, rank)
     checkpoint = find_checkpoint(config.checkpoint.resume, Path(config.run.dir) / "checkpoints")
     folder = _agree_on_folder(config, checkpoint, rank)
@@ -355,18 +356,26 @@ def finish(run: Run) -> None:
     print(_closing_words(run, sample))
 
 
+def prompt_ids(config: Config, corpus: Corpus) -> torch.Tensor:
+    """[T] int64: the sample's prompt. Raises DataError for a text that the vocabulary cannot spell."""
+    text = config.train.sample_prompt
+    if not text:
+        return torch.from_numpy(corpus.split("val").window(0, 1))
+    return torch.from_numpy(corpus.encode(text)).long()
+
+
 def write_sample(run: Run) -> str:
     """Generates `train.sample_tokens` tokens after the prompt; rank 0 writes sample.txt. Collective."""
     t = run.config.train
     if not t.sample_tokens:
         return ""
-    prompt = torch.from_numpy(run.corpus.encode(t.sample_prompt)).long()[None].to(run.device)
+    prompt = prompt_ids(run.config, run.corpus).to(run.device)
     model: nn.Module = run.engine.model
     # Every rank generates the same text, so that all make the same number of collective calls.
     ids = model.generate(  # type: ignore[operator]
         prompt, t.sample_tokens, temperature=t.sample_temperature, seed=run.config.seed
     )
-    text = run.corpus.decode(ids[0].tolist())
+    text = run.corpus.decode(ids.tolist())
     if run.is_first:
         (run.folder / "sample.txt").write_text(text, encoding="utf-8")
     return text

@@ -55,13 +55,23 @@ def one_line(error: BaseException) -> str:
 
 
 def _configure(argv: Sequence[str]) -> tuple[Any, str | None]:
+    from model.config import K3Config
     from moonep.trainer.compose import compose
     from moonep.trainer.config import Config
-    from moonep.trainer.derived import check_values
+    from moonep.trainer.derived import check_values, derive
 
     config, request = compose("train", Config, argv)
     check_values(config)
+    # Before any rank waits for another; the corpus, which sets the vocabulary, is read later.
+    model_config = K3Config.preset(config.model.preset, **config.model_overrides())
+    derive(config, model_config, world_size(config))
     return config, request
+
+
+def world_size(config: Any) -> int:
+    """Ranks that the launcher started; without one, a dry run shows as many as parallel.ep asks for."""
+    alone = (config.parallel.ep or 1) if config.dry_run else 1
+    return int(os.environ.get("WORLD_SIZE", alone))
 
 
 def _print_request(config: Any, request: str | None) -> None:
@@ -73,8 +83,7 @@ def _print_request(config: Any, request: str | None) -> None:
     if request is None:
         from moonep.trainer.loop import describe
 
-        world_size = int(os.environ.get("WORLD_SIZE", config.parallel.ep or 1))
-        print(f"\n{describe(config, world_size)}")
+        print(f"\n{describe(config, world_size(config))}")
 
 
 def _run(config: Any) -> int:
