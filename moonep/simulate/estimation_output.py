@@ -16,7 +16,7 @@ from moonep.simulate.estimation import (
     budget,
 )
 from moonep.simulate.html import Page
-from moonep.simulate.operators import Workpoint, operator_table, time_operators
+from moonep.simulate.operators import Workpoint, operator_table, time_operators, weight_gigabytes
 from moonep.simulate.splits import SPLIT_COLUMNS
 from moonep.simulate.training import flops_per_token
 
@@ -54,6 +54,12 @@ def headline(result: Estimate) -> str:
                 f"on {result.hardware.name}."
             )
     return text
+
+
+def _capacity_remark(result: Estimate, part: Inference) -> str:
+    """A warning where the chips asked for cannot hold the weights."""
+    need = -(-weight_gigabytes(result.model, part.at.precision) // result.hardware.usable_gb)
+    return f" if it held the weights, which need {need:.0f}" if need > part.at.chips else ""
 
 
 def memory_rows(result: Estimate) -> list[tuple[Any, ...]]:
@@ -258,6 +264,7 @@ def _training_sections(page: Page, result: Estimate) -> None:
 
 
 def _operator_sections(page: Page, result: Estimate, part: Inference) -> None:
+    names = [timed.operator.name for timed in part.operators]
     families: dict[str, list[Any]] = {}
     for timed in part.operators:
         families.setdefault(timed.operator.family, []).append(timed)
@@ -268,7 +275,7 @@ def _operator_sections(page: Page, result: Estimate, part: Inference) -> None:
                 "type": "bar",
                 "orientation": "h",
                 "name": family,
-                "y": [f"{t.operator.name} " for t in rows],
+                "y": [_row_name(t.operator.name, family, names) for t in rows],
                 "x": [t.seconds * 1e3 for t in rows],
                 "marker": {"color": FAMILY_COLOURS[family]},
                 "customdata": [[t.operator.count, t.bound, 100 * t.seconds / part.seconds] for t in rows],
@@ -293,6 +300,11 @@ def _operator_sections(page: Page, result: Estimate, part: Inference) -> None:
     columns = (*OPERATOR_COLUMNS, "formula")
     rows = [(*row, timed.operator.formula) for row, timed in zip(part.rows(), part.operators, strict=True)]
     page.table(f"Operators of {part.at.phase}", operator_note(part), columns, rows)
+
+
+def _row_name(name: str, family: str, names: list[str]) -> str:
+    """The operator's name, with its part where two parts have one of the same name."""
+    return f"{name} ({family}) " if names.count(name) > 1 else f"{name} "
 
 
 def _batch_chart(page: Page, result: Estimate) -> None:

@@ -10,9 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 _PURPOSES = {"popularity": 1, "counts": 2, "tokens": 3, "schedule": 4, "lengths": 5}
-# Nodes and weights of a 7-point Gauss-Hermite rule for the standard normal.
-_NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(7)
-_WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
 
 
 def stream(seed: int, purpose: str, *key: int) -> np.random.Generator:
@@ -22,42 +19,59 @@ def stream(seed: int, purpose: str, *key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
 
 
-def _solve_times(rates_E: np.ndarray, targets_J: np.ndarray, spread_J: np.ndarray) -> np.ndarray:
-    """t_J with mean(t) - spread sqrt(var(t)) = target, for N(t) = experts that rang by time t. Bisection in
-    log t."""
-    low = np.full(targets_J.shape, -60.0)
-    high = np.full(targets_J.shape, 60.0)
-    for _ in range(70):
+def _normal_below(x: np.ndarray) -> np.ndarray:
+    """Standard normal distribution function, to 1e-7 (Abramowitz and Stegun 26.2.17)."""
+    t = 1 / (1 + 0.2316419 * np.abs(x))
+    series = 0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429)))
+    tail = np.exp(-0.5 * np.minimum(x * x, 1400.0)) * 0.3989422804014327 * t * series
+    return np.where(x > 0, 1 - tail, tail)
+
+
+def _crossing(rates_E: np.ndarray, top_k: int, deviations: float) -> float:
+    """log t at which the mean number that rang exceeds top_k - 1/2 by so many standard deviations
+    (bisection)."""
+    low, high = -60.0, 260.0
+    for _ in range(48):
         middle = 0.5 * (low + high)
-        rang_JE = -np.expm1(-rates_E * np.exp(middle)[:, None])
-        mean = rang_JE.sum(1)
-        deviation = np.sqrt((rang_JE * (1 - rang_JE)).sum(1))
-        below = mean - spread_J * deviation < targets_J
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return np.exp(0.5 * (low + high))
+        rang_E = -np.expm1(-rates_E * np.exp(middle))
+        deviation = np.sqrt(max(float((rang_E * (1 - rang_E)).sum()), 1e-12))
+        low, high = (middle, high) if rang_E.sum() - top_k + 0.5 < deviations * deviation else (low, middle)
+    return high
 
 
 def inclusion_probabilities(log_popularity_E: np.ndarray, top_k: int) -> np.ndarray:
     """P(expert is among a token's top-k) under Plackett-Luce sampling; float64 [E], each <= 1, sum = top_k.
 
-    Each expert rings at an exponential time of rate popularity; the token takes the first K that ring, so an
-    expert is taken if it rings before the K-th. The K-th time is spread as the normal approximation of the
-    number that rang (7-point quadrature); the last bisection makes the sum exact. Checked against direct
-    sampling in the tests.
+    Each expert rings at an exponential time of rate popularity, and the token takes the first K that ring.
+    Expert e is taken if fewer than K of the others rang before it: the integral over its time of P(fewer than
+    K others), whose number is taken as normal. Agrees with direct sampling to about 1 % (tests).
     """
     logs = np.asarray(log_popularity_E, dtype=np.float64)
-    num_experts = logs.size
-    if top_k >= num_experts:
-        return np.ones(num_experts)
+    if top_k >= logs.size:
+        return np.ones(logs.size)
     rates = np.exp(np.clip(logs - logs.max(), -200.0, 0.0))
-    times = _solve_times(rates, np.full(7, top_k - 0.5), _NODES)
+    times_G = np.exp(np.linspace(_crossing(rates, top_k, -6.0), _crossing(rates, top_k, 6.0), 96))
+    alive_GE = np.exp(-rates * times_G[:, None])
+    rang_GE = 1 - alive_GE
+    spread_GE = rang_GE * alive_GE
+    others_GE = rang_GE.sum(1, keepdims=True) - rang_GE
+    deviation_GE = np.sqrt(np.maximum(spread_GE.sum(1, keepdims=True) - spread_GE, 1e-12))
+    room_GE = _normal_below((top_k - 0.5 - others_GE) / deviation_GE)
+    taken_E = 1 - alive_GE[0]
+    taken_E += (0.5 * (room_GE[1:] + room_GE[:-1]) * (alive_GE[:-1] - alive_GE[1:])).sum(0)
+    return _with_sum(np.clip(taken_E, 1e-300, 1 - 1e-15), top_k)
+
+
+def _with_sum(taken_E: np.ndarray, top_k: int) -> np.ndarray:
+    """1 - (1 - p)^c with the c that makes the sum exact."""
+    log_left = np.log1p(-taken_E)
     low, high = -3.0, 3.0
-    for _ in range(60):
+    for _ in range(50):
         middle = 0.5 * (low + high)
-        taken_E = _WEIGHTS @ -np.expm1(-rates * (times * np.exp(middle))[:, None])
-        low, high = (middle, high) if taken_E.sum() < top_k else (low, middle)
+        low, high = (middle, high) if -np.expm1(log_left * np.exp(middle)).sum() < top_k else (low, middle)
+    exact_E = -np.expm1(log_left * np.exp(0.5 * (low + high)))
     # Rounded to 2^-32: a last-place difference between two machines' exp() must not reach the sampler.
-    return np.rint(np.minimum(taken_E, 1.0) * 2.0**32) / 2.0**32
+    return np.rint(np.minimum(exact_E, 1.0) * 2.0**32) / 2.0**32
 
 
 def popularity_for(inclusion_E: np.ndarray, top_k: int) -> np.ndarray:

@@ -299,12 +299,17 @@ def _zipf_logs(shape: Shape, layer: int, shuffle: bool) -> np.ndarray:
 @lru_cache(maxsize=1024)
 def _alpha_for(imbalance: float, shuffle: bool, shape: Shape, layer: int) -> float:
     logs = _zipf_logs(shape, layer, shuffle)
-    alpha = bisect(imbalance, lambda a: expected_imbalance(-a * logs, shape), 0.0, 40.0)
-    if alpha is None:
-        limit = expected_imbalance(-40.0 * logs, shape)
+
+    def measure(alpha: float) -> float:
+        return expected_imbalance(-alpha * logs, shape)
+
+    # Not monotone: a very large alpha only sorts the experts. The first crossing is the one meant.
+    grid = [0.1 * step for step in range(81)]
+    reached = [measure(alpha) for alpha in grid]
+    first = next((i for i, value in enumerate(reached) if value >= imbalance), None)
+    if first is None:
         raise ConfigError(
             f"workload.imbalance={imbalance} cannot be reached with Zipf popularity here (at most "
-            f"{limit:.3g} in layer "
-            f"{layer}); lower it or set workload.shuffle=false"
+            f"{max(reached):.3g} in layer {layer}); lower it or set workload.shuffle=false"
         )
-    return alpha
+    return grid[0] if first == 0 else bisect(imbalance, measure, grid[first - 1], grid[first]) or grid[first]

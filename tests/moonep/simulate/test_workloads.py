@@ -39,7 +39,7 @@ def test_numbers_are_the_same_on_any_machine():
     assert bound.token_choices(3, 1, 1, 4).tolist() == PINNED_TOKENS
 
 
-PINNED_COUNTS = [[6, 3, 8, 0, 0, 7, 4, 4], [2, 2, 2, 0, 6, 13, 4, 3]]
+PINNED_COUNTS = [[6, 3, 7, 0, 0, 9, 3, 4], [2, 3, 1, 0, 4, 15, 3, 4]]
 PINNED_TOKENS = [[3, 2], [2, 0], [2, 7], [3, 0]]
 
 
@@ -55,13 +55,14 @@ def test_order_of_calls_does_not_matter():
 
 @pytest.mark.parametrize("sigma", [0.0, 0.5, 2.0])
 def test_inclusion_probabilities_match_sampling(sigma):
-    """Against 40,000 sampled tokens: 5 standard errors plus 2 % of absolute error of the quadrature."""
+    """Against 40,000 sampled tokens: 5 standard errors plus 0.8 % of absolute error of the normal
+    approximation."""
     logs = sigma * stream(0, "popularity", 9).standard_normal(64)
     expected = inclusion_probabilities(logs, 6)
     assert abs(expected.sum() - 6) < 1e-4
     ids = draw_tokens(stream(1, "tokens"), logs, 40_000, 6)
     seen = np.bincount(ids.ravel(), minlength=64) / 40_000
-    error = 5 * np.sqrt(expected * (1 - expected) / 40_000) + 0.02
+    error = 5 * np.sqrt(expected * (1 - expected) / 40_000) + 0.008
     assert (np.abs(seen - expected) < error).all()
 
 
@@ -101,11 +102,16 @@ def test_lognormal_solves_maxvio(maxvio):
     assert measured == pytest.approx(maxvio, rel=0.05, abs=0.06)
 
 
-@pytest.mark.parametrize("imbalance", [1.2, 2.5])
+@pytest.mark.parametrize("imbalance", [1.2, 1.9])
 def test_zipf_solves_rank_imbalance(imbalance):
     bound = make_workload("zipf", imbalance=imbalance).bind(8, 64, 4, seed=1)
     loads = bound.step_counts(0, 0, 8192).sum(0).reshape(8, 8).sum(1)
     assert loads.max() / loads.mean() == pytest.approx(imbalance, rel=0.02)
+
+
+def test_unreachable_imbalance_says_what_is_possible():
+    with pytest.raises(ConfigError, match=r"at most .* in layer 0"):
+        make_workload("zipf", imbalance=7.9).bind(8, 64, 4, seed=1)
 
 
 def test_hot_experts_and_hot_rank_hit_their_share():
