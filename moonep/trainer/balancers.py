@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from moonep.quantile import Balancer, NoBalancer, QuantileBalancer, SignBalancer, update_all
 from moonep.trainer.config import RoutingConfig
 
 
-def make_balancer(routing: RoutingConfig, num_experts: int, top_k: int, device: torch.device) -> Any:
+def make_balancer(routing: RoutingConfig, num_experts: int, top_k: int, device: torch.device) -> Balancer:
     """The balancer that `routing.balancer` names."""
-    import moonep
-
     if routing.balancer == "quantile":
-        return moonep.QuantileBalancer(num_experts, top_k, bins=routing.bins, device=device)
+        return QuantileBalancer(num_experts, top_k, bins=routing.bins, device=device)
     if routing.balancer == "sign":
-        return moonep.SignBalancer(num_experts, top_k, rate=routing.sign_rate, device=device)
-    return moonep.NoBalancer(num_experts, top_k, device=device)
+        return SignBalancer(num_experts, top_k, rate=routing.sign_rate, device=device)
+    return NoBalancer(num_experts, top_k, device=device)
 
 
 class Balancers:
     """layer number -> balancer, updated together after the optimizer step."""
 
-    def __init__(self, by_layer: dict[int, Any]):
+    def __init__(self, by_layer: dict[int, Balancer]):
         self.by_layer = by_layer
 
     def update(self) -> None:
         """New biases from the whole step's tokens. Collective."""
-        for balancer in self.by_layer.values():
-            balancer.update()
+
+        update_all(self.by_layer.values())
 
     def biases(self) -> dict[int, torch.Tensor]:
         """layer -> bias [E] fp32, on the CPU."""
