@@ -1,8 +1,11 @@
 """Quantile Balancing and its peers: the bias a router adds to its scores when it chooses experts.
 
-K3 report section 2.3.3 and appendix D. After each step the bias of expert j becomes the k/n-quantile, over all
-tokens of the step, of the bias that expert j would have needed to be chosen: `cutoff - score`, where the cutoff is
-the (k+1)-th largest biased score of the token. The quantile comes from a histogram, so ranks and micro-batches add
+K3 report section 2.3.3 and appendix D. After each step the bias of expert j becomes the k/n-quantile, over
+all
+tokens of the step, of the bias that expert j would have needed to be chosen: `cutoff - score`, where the
+cutoff is
+the (k+1)-th largest biased score of the token. The quantile comes from a histogram, so ranks and
+micro-batches add
 up exactly.
 
 Legend: T tokens, E experts (n), K top-k (k), B bins.
@@ -25,7 +28,8 @@ class Balancer(nn.Module):
     """A routing bias that changes between steps, never by a gradient.
 
     Attributes:
-        bias: fp32 [E]; a buffer, not a parameter. Stays fp32 when the model is cast: its differences are near 1e-3.
+        bias: fp32 [E]; a buffer, not a parameter. Stays fp32 when the model is cast: its differences are
+        near 1e-3.
         counts: integers of the step so far, summed over ranks by `update`; not saved.
     """
 
@@ -46,7 +50,8 @@ class Balancer(nn.Module):
     def observe(
         self, scores_TE: torch.Tensor, cutoff_T: torch.Tensor, mask_T: torch.Tensor | None = None
     ) -> None:
-        """Counts one micro-batch under the current bias. Nothing is counted in eval mode, nor in the recompute
+        """Counts one micro-batch under the current bias. Nothing is counted in eval mode, nor in the
+        recompute
         pass of activation checkpointing.
 
         Args:
@@ -96,7 +101,8 @@ class QuantileBalancer(Balancer):
 
     Args:
         num_experts: E.  top_k: K, smaller than E.
-        bins: of the histogram; the bias is off by at most a bin, (max(bias) - min(bias) + 2) / bins < 3 / bins.
+        bins: of the histogram; the bias is off by at most a bin, (max(bias) - min(bias) + 2) / bins < 3 /
+        bins.
 
     Raises:
         ContractError: K >= E, or no bins.
@@ -111,7 +117,8 @@ class QuantileBalancer(Balancer):
         self.bins = bins
 
     def _edges(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Left edge and width of the bins. Scores lie in (0, 1) and the cutoff in (min(bias), 1 + max(bias)), so
+        """Left edge and width of the bins. Scores lie in (0, 1) and the cutoff in (min(bias), 1 +
+        max(bias)), so
         every required bias falls inside; the bias is constant within a step, hence the edges are."""
         low, high = torch.aminmax(self.bias.double())
         return low - 1.0, (high - low + 2.0) / self.bins
@@ -168,7 +175,8 @@ class NoBalancer(Balancer):
 
 @torch.no_grad()
 def update_all(balancers: Iterable[Balancer], group: Any = None) -> None:
-    """`update` of all layers with one all-reduce over their flattened counts. Collective, the same order on every
+    """`update` of all layers with one all-reduce over their flattened counts. Collective, the same order
+    on every
     rank."""
     layers = [balancer for balancer in balancers if balancer.counts.numel()]
     if not layers:

@@ -1,6 +1,7 @@
 """Which ranks share experts: expert-parallel groups inside a node, expert-data-parallel groups across.
 
-With ranks numbered node by node (torchrun's order), an expert-parallel group is `ep` consecutive ranks, and the ranks
+With ranks numbered node by node (torchrun's order), an expert-parallel group is `ep` consecutive ranks,
+and the ranks
 that hold the same experts in different groups form an expert-data-parallel group.
 """
 
@@ -21,7 +22,8 @@ class Topology:
 
     Attributes:
         rank, world_size: of the job.
-        node, num_nodes: host number, from torchrun's environment. Network namespaces of one host share its name,
+        node, num_nodes: host number, from torchrun's environment. Network namespaces of one host share its
+        name,
             so names are not asked.
         local_rank, ranks_per_node: within the host.
     """
@@ -35,7 +37,8 @@ class Topology:
 
     @staticmethod
     def detect(environment: dict[str, str] | None = None) -> Topology:
-        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK (torchrun); one process without them."""
+        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK (torchrun); one process without
+        them."""
         env = os.environ if environment is None else environment
         rank, world = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         per_node = int(env.get("LOCAL_WORLD_SIZE", world))
