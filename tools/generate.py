@@ -5,7 +5,9 @@ python -m tools.generate checkpoint=runs/quickstart prompt='def ' tokens=200
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from moonep.command import command, write_text
 from moonep.errors import ConfigError
@@ -82,5 +84,15 @@ def _first_token(tokenizer) -> int:
         return 0
 
 
+def main(words: Sequence[str]) -> None:
+    """The command line. `prompt=` is taken as it stands: Hydra's grammar would trip over code in it."""
+    prompts = [word.removeprefix("prompt=") for word in words if word.startswith("prompt=")]
+
+    def run_with_prompt(config: GenerateConfig) -> list[str]:
+        return run(replace(config, prompt=prompts[-1]) if prompts else config)
+
+    command(run_with_prompt, "generate", GenerateConfig, [w for w in words if not w.startswith("prompt=")])
+
+
 if __name__ == "__main__":
-    command(run, "generate", GenerateConfig)
+    main(sys.argv[1:])

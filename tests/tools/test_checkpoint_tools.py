@@ -19,6 +19,7 @@ from tools.evaluate import run as evaluate
 from tools.export import ExportConfig
 from tools.export import run as export
 from tools.generate import GenerateConfig
+from tools.generate import main as generate_main
 from tools.generate import run as generate
 
 TOOLS = {
@@ -68,6 +69,12 @@ def test_generate_is_repeatable_and_continues_the_prompt(run_folder, tmp_path, c
 
 def test_generate_from_nothing_begins_a_document(run_folder):
     assert len(generate(GenerateConfig(checkpoint=str(run_folder), tokens=3, temperature=0))) == 1
+
+
+@pytest.mark.parametrize("prompt", ["def f(x, y=[1]): ", "a: ${b} 'c' \"", "x = {1: 2}\n\t"])
+def test_a_prompt_is_taken_as_it_stands(run_folder, capsys, prompt):
+    generate_main([f"checkpoint={run_folder}", f"prompt={prompt}", "tokens=2"])
+    assert f"seed 1\n{prompt}" in capsys.readouterr().out
 
 
 def test_evaluate_equals_a_plain_computation(run_folder, corpus_folder, tmp_path):
