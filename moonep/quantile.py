@@ -1,12 +1,9 @@
 """Quantile Balancing and its peers: the bias a router adds to its scores when it chooses experts.
 
 K3 report section 2.3.3 and appendix D. After each step the bias of expert j becomes the k/n-quantile, over
-all
-tokens of the step, of the bias that expert j would have needed to be chosen: `cutoff - score`, where the
-cutoff is
-the (k+1)-th largest biased score of the token. The quantile comes from a histogram, so ranks and
-micro-batches add
-up exactly.
+all tokens of the step, of the bias that expert j would have needed to be chosen: `cutoff - score`, where
+the cutoff is the (k+1)-th largest biased score of the token. The quantile comes from a histogram, so ranks
+and micro-batches add up exactly.
 
 Legend: T tokens, E experts (n), K top-k (k), B bins.
 """
@@ -51,8 +48,7 @@ class Balancer(nn.Module):
         self, scores_TE: torch.Tensor, cutoff_T: torch.Tensor, mask_T: torch.Tensor | None = None
     ) -> None:
         """Counts one micro-batch under the current bias. Nothing is counted in eval mode, nor in the
-        recompute
-        pass of activation checkpointing.
+        recompute pass of activation checkpointing.
 
         Args:
             scores_TE: [T, E] raw sigmoid scores, before the bias.
@@ -175,8 +171,8 @@ class NoBalancer(Balancer):
 
 @torch.no_grad()
 def update_all(balancers: Iterable[Balancer], group: Any = None) -> None:
-    """`update` of all layers with one all-reduce over their flattened counts. Collective, the same order
-    on every
+    """`update` of all layers with one all-reduce over their flattened counts. Collective, the same order on
+    every
     rank."""
     layers = [balancer for balancer in balancers if balancer.counts.numel()]
     if not layers:

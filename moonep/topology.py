@@ -1,8 +1,7 @@
 """Which ranks share experts: expert-parallel groups inside a node, expert-data-parallel groups across.
 
-With ranks numbered node by node (torchrun's order), an expert-parallel group is `ep` consecutive ranks,
-and the ranks
-that hold the same experts in different groups form an expert-data-parallel group.
+With ranks numbered node by node (torchrun's order), an expert-parallel group is `ep` consecutive ranks, and
+the ranks that hold the same experts in different groups form an expert-data-parallel group.
 """
 
 from __future__ import annotations
