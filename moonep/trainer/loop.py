@@ -190,11 +190,13 @@ def train_step(run: Run) -> bool:
         NonFiniteLoss: on every rank.
     """
     engine, accumulation = run.engine, run.derived.accumulation
+    position = run.stream.state_dict()
     batches = [run.stream.next() for _ in range(accumulation)]
     valid = sum(int((batch.targets >= 0).sum()) for batch in batches)
     control = torch.tensor([valid, run.stop.signal_name is not None], dtype=torch.float64, device=run.device)
     dist.all_reduce(control)
     if control[1] > 0:
+        run.stream.load_state_dict(position)  # the checkpoint that follows must not skip these
         return False
     global_tokens = float(control[0])
     run.parts.routing.begin_step(run.step)
