@@ -113,7 +113,7 @@ class RoutingConfig:
     max_imbalance: float | None = None  # rank imbalance that the shard is sized for, with fewer slots
     balancer: str = "quantile"  # quantile | sign | none
     bins: int = 1000
-    sign_rate: float = 1e-3
+    sign_rate: float = 1e-2
     force: str | None = None  # a workload's name, or the path of a recorded trace
     force_args: dict[str, Any] = field(default_factory=dict)
     record: bool = False

@@ -83,6 +83,7 @@ def check_values(config: Config) -> None:
     _require(math.isfinite(config.routing.tau), "routing.tau", config.routing.tau, "must be finite")
     _require(config.routing.tau >= 1, "routing.tau", config.routing.tau, "must be at least 1 (exact balance)")
     _require(config.routing.bins >= 2, "routing.bins", config.routing.bins, "must be at least 2")
+    _require(config.routing.sign_rate > 0, "routing.sign_rate", config.routing.sign_rate, "must be positive")
     for name in ("every", "keep"):
         value = getattr(config.checkpoint, name)
         _require(value >= 0, f"checkpoint.{name}", value, "must not be negative")
