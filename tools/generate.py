@@ -46,11 +46,12 @@ def run(config: GenerateConfig) -> list[str]:
     import torch
 
     from moonep.trainer.checkpoint_model import choose_device, choose_dtype, load_model
+    from moonep.trainer.tokens import prompt_ids
 
     _check(config)
     device = choose_device(config.device)
     loaded = load_model(config.checkpoint, device=device, dtype=choose_dtype(config.dtype))
-    ids = loaded.tokenizer.encode(config.prompt).tolist() or [_first_token(loaded.tokenizer)]
+    ids = prompt_ids(loaded.tokenizer, config.prompt)
     prompt = torch.tensor(ids, dtype=torch.int64, device=device)
     texts = []
     for sample in range(config.samples):
@@ -72,16 +73,6 @@ def _check(config: GenerateConfig) -> None:
             raise ConfigError(f"{key}={getattr(config, key)} must be at least {least}")
     if config.top_k is not None and config.top_k < 1:
         raise ConfigError(f"top_k={config.top_k} must be at least 1, or null for all tokens")
-
-
-def _first_token(tokenizer) -> int:
-    """What an empty prompt begins with: the mark of a document, or a line break where there is none."""
-    if tokenizer.separator_id is not None:
-        return tokenizer.separator_id
-    try:
-        return int(tokenizer.encode("\n")[0])
-    except (ValueError, IndexError):
-        return 0
 
 
 def main(words: Sequence[str]) -> None:

@@ -182,6 +182,22 @@ def tokenizer_from_dict(described: Mapping) -> Tokenizer:
             raise DataError(f"unknown tokenizer kind {kind!r}; known: bytes, characters, bpe, symbols")
 
 
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids to generate from, never none: an empty text begins a document, or a line, or with id 0.
+
+    Raises DataError when the text cannot be encoded.
+    """
+    ids = tokenizer.encode(text).tolist()
+    if ids:
+        return ids
+    if tokenizer.separator_id is not None:
+        return [tokenizer.separator_id]
+    try:
+        return tokenizer.encode("\n").tolist() or [0]
+    except DataError:
+        return [0]
+
+
 def _import_tokenizers():
     try:
         import tokenizers

@@ -15,6 +15,7 @@ from moonep.trainer.tokens import (
     ByteTokenizer,
     CharTokenizer,
     SymbolTokenizer,
+    prompt_ids,
     tokenizer_from_dict,
 )
 
@@ -152,6 +153,12 @@ def test_tokenizers_invert(text):
 def test_unknown_character_is_named():
     with pytest.raises(DataError, match="'z'"):
         CharTokenizer("abc").encode("az")
+
+
+def test_a_prompt_is_never_empty():
+    assert prompt_ids(ByteTokenizer(), "") == [256] and prompt_ids(ByteTokenizer(), "a") == [97]
+    assert prompt_ids(CharTokenizer("\nab"), "") == [0] and prompt_ids(CharTokenizer("ab"), "") == [0]
+    assert prompt_ids(SymbolTokenizer(4), "\n") == [0] and prompt_ids(SymbolTokenizer(4), "3 1") == [3, 1]
 
 
 def test_hash_is_frozen():
