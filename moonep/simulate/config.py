@@ -285,3 +285,47 @@ class EstimateConfig:
     explain: bool = False
     report: bool = True
     out: str = "runs/estimate"
+
+
+@dataclass
+class TuneTrainConfig:
+    """What training is asked for; the tuner chooses the rest. `micro_batch` null: chosen."""
+
+    context: int = 1024
+    tokens_per_step: int = 131_072
+    micro_batch: int | None = None
+    activation_checkpointing: bool | None = None
+
+
+@dataclass
+class TuneConfig:
+    """`python -m tools.tune`. Lists are the values searched; a list of one fixes it."""
+
+    model: str = "k3-mini"
+    cluster: Hardware = field(default_factory=Hardware)
+    devices: int = 8
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    trace: str | None = None
+    precision: str = "bf16"
+    train: TuneTrainConfig = field(default_factory=TuneTrainConfig)
+    ep: list[int] | None = None  # null: every divisor of the experts and of the devices
+    zero: list[int] = field(default_factory=lambda: [1, 2])
+    policies: list[str] = field(default_factory=lambda: ["static", "moonep", "bounded"])
+    taus: list[float] = field(default_factory=lambda: [1.0, 1.02, 1.05, 1.1])
+    slots: list[int | None] = field(default_factory=lambda: [None])
+    token_paddings: list[int] = field(default_factory=lambda: [8])
+    payloads: list[str] | None = None  # null: as precision (what the runtime sends today)
+    overlaps: list[bool] = field(default_factory=lambda: [False])
+    memory_limit_gb: float | None = None  # null: what the cluster's devices have
+    plans: int = 6  # steps simulated for each candidate's routing
+    layers: int = 2
+    search: str = "auto"  # exhaustive | optuna | auto
+    exhaustive_limit: int = 4000
+    trials: int = 400
+    measure: int = 0  # candidates run for real, best first
+    measure_steps: int = 12
+    measure_timeout_s: float = 600.0
+    data: str = "markov"  # corpus of measured runs
+    seed: int = 0
+    report: bool = True
+    out: str = "runs/tune"

@@ -4,7 +4,7 @@ cluster."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from model.config import K3Config
@@ -311,8 +311,3 @@ def _chip_row(result: Estimate, hardware: Hardware, at: Workpoint) -> tuple[Any,
         at.batch * hardware.hbm_gb_s * 1e9 / moved,
         i.target_tokens_s * moved / 1e12,
     )
-
-
-def with_batch(at: Workpoint, batch: int) -> Workpoint:
-    """The same workpoint at another batch."""
-    return replace(at, batch=batch)
