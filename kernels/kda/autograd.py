@@ -110,23 +110,22 @@ class KdaFunction(torch.autograd.Function):
         problem: Problem = ctx.problem
         do = torch.zeros_like(o) if do is None else _rows(do)
         d_initial = None if initial_state is None else torch.empty_like(initial_state, dtype=torch.float32)
-        dv = torch.empty(problem.B, problem.T, problem.HV, problem.V, dtype=v.dtype, device=v.device)
-        dh = launch.reverse_scan(problem, ctx.work, do, dv, _flat(d_final), d_initial, cu_seqlens)
+        reverse = launch.reverse_scan(problem, ctx.work, do, _flat(d_final), d_initial, cu_seqlens)
         grads = launch.gradient(
-            problem, ctx.work, ctx.saved, q, k, v, g, beta, A_log, dt_bias, o, do, dv, dh, cu_seqlens
+            problem, ctx.work, ctx.saved, q, k, v, g, beta, A_log, dt_bias, o, do, reverse, cu_seqlens
         )
         dq, dk = (_sum_group(x, problem).to(like.dtype) for x, like in ((grads.q, q), (grads.k, k)))
         d_A = (
             None
             if A_log is None or grads.A_log is None
-            else grads.A_log.sum(0).view_as(A_log).to(A_log.dtype)
+            else grads.A_log.sum((0, 2)).view_as(A_log).to(A_log.dtype)
         )
         d_bias = None
         if dt_bias is not None and grads.dt_bias is not None:
             d_bias = grads.dt_bias.sum(0)[:, : problem.K].reshape(dt_bias.shape).to(dt_bias.dtype)
         if d_initial is not None:
             d_initial = d_initial.to(initial_state.dtype)
-        return dq, dk, dv, grads.g, grads.beta, d_A, d_bias, d_initial, None, None, None
+        return dq, dk, grads.v, grads.g, grads.beta, d_A, d_bias, d_initial, None, None, None
 
 
 def _sum_group(x: torch.Tensor, problem: Problem) -> torch.Tensor:

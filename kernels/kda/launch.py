@@ -12,6 +12,7 @@ import torch
 import triton
 
 from kernels.kda.gradient import kda_gradient_kernel
+from kernels.kda.pairs import kda_pairs_kernel
 from kernels.kda.prepare import kda_prepare_kernel
 from kernels.kda.reverse_scan import kda_reverse_scan_kernel
 from kernels.kda.scan import kda_scan_kernel
@@ -69,7 +70,7 @@ class Workspace:
     p: torch.Tensor  # [S, HV, C, C]
     decay: torch.Tensor  # [S, HV, KP]
     beta: torch.Tensor  # [S, HV, C]
-    row_scale: torch.Tensor | None  # [S, HV, 2, C] of q and k, where there is no L2 norm in the kernel
+    row_scale: torch.Tensor  # [S, HV, 2, C] of q and k: 1 / norm, or the power of two that stands for it
 
     @staticmethod
     def allocate(problem: Problem, device: torch.device) -> Workspace:
@@ -87,7 +88,7 @@ class Workspace:
             empty(CHUNK, CHUNK),
             empty(problem.KP, dtype=torch.float32),
             empty(CHUNK, dtype=torch.float32),
-            None if problem.l2_norm else empty(2, CHUNK, dtype=torch.float32),
+            empty(2, CHUNK, dtype=torch.float32),
         )
 
 
@@ -217,13 +218,12 @@ def reverse_scan(
     problem: Problem,
     work: Workspace,
     do: torch.Tensor,
-    x: torch.Tensor,
     d_final_state: torch.Tensor | None,
     d_initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
-) -> torch.Tensor:
-    """First backward launch: fills x [B, T, HV, V] and `d_initial_state`; returns dS after each chunk."""
-    dh = torch.empty(problem.slots, problem.HV, problem.V, problem.KP, dtype=torch.bfloat16, device=do.device)
+) -> Saved:
+    """First backward launch: X and dS after each chunk, as `Saved`; fills `d_initial_state`."""
+    out = Saved.allocate(problem, do.device)
     BV, warps, stages = scan_shape(problem)
     kda_reverse_scan_kernel[(triton.cdiv(problem.V, BV), problem.N * problem.HV)](
         work.q_decayed,
@@ -235,8 +235,8 @@ def reverse_scan(
         work.beta,
         work.row_scale,
         do,
-        x,
-        dh,
+        out.z,
+        out.h,
         d_final_state,
         d_initial_state,
         cu_seqlens,
@@ -257,7 +257,7 @@ def reverse_scan(
         num_warps=warps,
         num_stages=stages,
     )
-    return dh
+    return out
 
 
 @dataclass
@@ -266,10 +266,32 @@ class Gradients:
 
     q: torch.Tensor
     k: torch.Tensor
+    v: torch.Tensor
     g: torch.Tensor
     beta: torch.Tensor
     dt_bias: torch.Tensor | None  # [S, HV, KP]
-    A_log: torch.Tensor | None  # [S, HV]
+    A_log: torch.Tensor | None  # [S, HV, slices]
+
+    @staticmethod
+    def allocate(problem: Problem, q, v, g, beta) -> Gradients:
+        keys = (problem.B, problem.T, problem.HV, problem.K)
+        partial = (problem.slots, problem.HV)
+        slices = problem.KP // GRADIENT_SHAPE[0]
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device=q.device)
+
+        key_dtype = q.dtype if problem.HV == problem.H else torch.float32
+        parameters = problem.gate != "given"
+        return Gradients(
+            empty(*keys, dtype=key_dtype),
+            empty(*keys, dtype=key_dtype),
+            empty(*keys[:3], problem.V, dtype=v.dtype),
+            empty(*keys, dtype=g.dtype),
+            empty(*keys[:3], dtype=beta.dtype),
+            empty(*partial, problem.KP) if parameters else None,
+            empty(*partial, slices) if parameters else None,
+        )
 
 
 def gradient(
@@ -285,47 +307,71 @@ def gradient(
     dt_bias,
     o,
     do,
-    x,
-    dh,
+    reverse: Saved,
     cu_seqlens,
 ) -> Gradients:
-    """Second backward launch: every gradient but dv, which takes the place of x."""
-    keys = (problem.B, problem.T, problem.HV, problem.K)
-    key_dtype = q.dtype if problem.HV == problem.H else torch.float32
-    partial = problem.gate != "given"
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=q.device)
-
-    out = Gradients(
-        empty(*keys, dtype=key_dtype),
-        empty(*keys, dtype=key_dtype),
-        empty(*keys, dtype=g.dtype),
-        empty(*keys[:3], dtype=beta.dtype),
-        empty(problem.slots, problem.HV, problem.KP) if partial else None,
-        empty(problem.slots, problem.HV) if partial else None,
-    )
+    """Second and third backward launches: every gradient of the inputs."""
+    out = Gradients.allocate(problem, q, v, g, beta)
     if problem.slots == 0:
         return out
-    kda_gradient_kernel[(problem.slots * problem.HV,)](
+    tiles = (problem.slots, problem.HV)
+    dp, dp_t, dl = (torch.empty(*tiles, CHUNK, CHUNK, dtype=torch.float16, device=q.device) for _ in range(3))
+    rows = torch.empty(*tiles, 3, CHUNK, dtype=torch.float32, device=q.device)
+    unit = torch.empty(*tiles, dtype=torch.float32, device=q.device)
+    VP = max(16, triton.next_power_of_2(problem.V))
+    kda_pairs_kernel[(problem.slots * problem.HV,)](
+        v,
+        o,
+        do,
+        reverse.z,
+        saved.z,
+        work.beta,
+        work.row_scale,
+        cu_seqlens,
+        dp,
+        dp_t,
+        dl,
+        rows,
+        unit,
+        out.v,
+        out.beta,
+        problem.scale,
+        problem.T,
+        problem.N,
+        *row_strides(v),
+        *row_strides(do),
+        HV=problem.HV,
+        V=problem.V,
+        VP=VP,
+        BETA=problem.beta,
+        L2NORM=problem.l2_norm,
+        VARLEN=problem.varlen,
+        num_warps=4,
+        num_stages=1,
+    )
+    channels, warps = GRADIENT_SHAPE
+    kda_gradient_kernel[(problem.slots * problem.HV * (problem.KP // channels),)](
         q,
         k,
-        v,
         g,
         A_log,
         dt_bias,
-        o,
         do,
-        x,
+        reverse.z,
         saved.z,
         saved.h,
-        dh,
+        reverse.h,
         work.beta,
+        work.row_scale,
+        dp,
+        dp_t,
+        dl,
+        rows,
+        unit,
         cu_seqlens,
         out.q,
         out.k,
         out.g,
-        out.beta,
         out.dt_bias,
         out.A_log,
         problem.lower_bound,
@@ -334,7 +380,6 @@ def gradient(
         problem.N,
         *row_strides(q),
         *row_strides(k),
-        *row_strides(v),
         *row_strides(g),
         *row_strides(do),
         HV=problem.HV,
@@ -342,15 +387,14 @@ def gradient(
         K=problem.K,
         V=problem.V,
         KP=problem.KP,
-        VP=max(16, triton.next_power_of_2(problem.V)),
-        D=GRADIENT_SHAPE[0],
+        VP=VP,
+        D=channels,
         GATE=GATES[problem.gate],
         HAS_A=A_log is not None,
         HAS_BIAS=dt_bias is not None,
-        BETA=problem.beta,
         L2NORM=problem.l2_norm,
         VARLEN=problem.varlen,
-        num_warps=GRADIENT_SHAPE[1],
+        num_warps=warps,
         num_stages=1,
     )
     return out

@@ -32,15 +32,15 @@ from kernels.kda.tiles import (
 
 
 @triton.jit
-def half_mask(r, s, H: tl.constexpr):
-    """Pairs (row, key) of one block of 2H tokens with the row in its second and the key in its first half."""
-    return (r // (2 * H) == s // (2 * H)) & (r % (2 * H) >= H) & (s % (2 * H) < H)
+def half_mask(r, s, level):
+    """Pairs (row, key) of one block of 2h tokens, h = 2^level, with the row in its second and the key in its first half."""
+    return ((r >> level + 1) == (s >> level + 1)) & ((r >> level) > (s >> level))
 
 
 @triton.jit
-def between_mask(r, s, H: tl.constexpr):
-    """Tokens s whose decay lies between token r and the middle of its block of 2H tokens."""
-    middle = r // (2 * H) * (2 * H) + H
+def between_mask(r, s, level):
+    """Tokens s whose decay lies between token r and the middle of its block of 2h tokens, h = 2^level."""
+    middle = (((r >> level + 1) << 1) + 1) << level
     return ((s >= middle) & (s <= r)) | ((s > r) & (s < middle))
 
 
@@ -61,9 +61,9 @@ def split_half(x):
 @triton.jit
 def inverse_in_block(lower, beta_s, r, s):
     """N of each block from its strictly lower L: [4, B, B]. Doubles the halves: N21 = -(I + N22 b) L21 (I + b N11)."""
-    n = tl.where(half_mask(r, s, 1), -lower, 0.0)
+    n = tl.where(half_mask(r, s, 0), -lower, 0.0)
     for level in tl.static_range(1, 4):
-        part = tl.where(half_mask(r, s, 1 << level), lower, 0.0)
+        part = tl.where(half_mask(r, s, level), lower, 0.0)
         right = part + tl.dot(part * beta_s, n, input_precision="bf16x3")
         n = n - right - tl.dot(n * beta_s, right, input_precision="bf16x3")
     return n
@@ -73,7 +73,7 @@ def inverse_in_block(lower, beta_s, r, s):
 def inverse_of_chunk(n, lower, beta_s, r, s):
     """N of the chunk from N of its blocks and L between blocks: [C, C]."""
     for level in tl.static_range(4, 6):
-        part = tl.where(half_mask(r, s, 1 << level), lower, 0.0)
+        part = tl.where(half_mask(r, s, level), lower, 0.0)
         right = part + tl.dot((part * beta_s).to(tl.float16), n.to(tl.float16))
         n = n - right - tl.dot((n * beta_s).to(tl.float16), right.to(tl.float16))
     return n
@@ -172,9 +172,8 @@ def kda_prepare_kernel(
     if not L2NORM:
         # (k, v, beta) and (k c, v c, beta / c^2) are the same update: keys enter near unit length.
         beta = beta / (k_scale * k_scale)
-        scale_row = row_scale_ptr + tile * (2 * CHUNK) + row
-        tl.store(scale_row, 1.0 / q_scale)
-        tl.store(scale_row + CHUNK, k_scale)
+    tl.store(row_scale_ptr + tile * (2 * CHUNK) + row, q_scale)
+    tl.store(row_scale_ptr + tile * (2 * CHUNK) + CHUNK + row, k_scale)
     tl.store(beta_out_ptr + tile * CHUNK + row, beta)
 
     rate = gate_rate(A_log_ptr, head, HAS_A)
@@ -217,7 +216,7 @@ def kda_prepare_kernel(
         factor = tl.exp2(to_edge)
         kf = (k * factor).to(tl.float16).reshape(CHUNK, D)
         qf = (q * factor).to(tl.float16).reshape(CHUNK, D)
-        mask = half_mask(r64, s64, 16)
+        mask = half_mask(r64, s64, 4)
         outer_l += tl.where(mask, tl.dot(kf, tl.trans(kf)), 0.0)
         outer_p += tl.where(mask, tl.dot(qf, tl.trans(kf)), 0.0)
         total_1 = tl.sum(tl.where(block == 1, total, 0.0), axis=0, keep_dims=True)
@@ -226,17 +225,17 @@ def kda_prepare_kernel(
         factor = tl.exp2(tl.where(block >= 2, before_token, after_token) + neighbour)
         kf = (k * factor).to(tl.float16).reshape(CHUNK, D)
         qf = (q * factor).to(tl.float16).reshape(CHUNK, D)
-        mask = half_mask(r64, s64, 32)
+        mask = half_mask(r64, s64, 5)
         outer_l += tl.where(mask, tl.dot(kf, tl.trans(kf)), 0.0)
         outer_p += tl.where(mask, tl.dot(qf, tl.trans(kf)), 0.0)
 
         # Halves of 8, 4, 2 and 1 tokens, inside a block.
         for level in tl.static_range(4):
-            factor3 = tl.exp2(sum_over(between_mask(r16, s16, 1 << level), g_high, g_low))
+            factor3 = tl.exp2(sum_over(between_mask(r16, s16, level), g_high, g_low))
             kf3 = (k * factor3).to(tl.float16)
             qf3 = (q * factor3).to(tl.float16)
             kt3 = tl.permute(kf3, (0, 2, 1))
-            mask3 = half_mask(r16, s16, 1 << level)
+            mask3 = half_mask(r16, s16, level)
             inner_l += tl.where(mask3, tl.dot(kf3, kt3), 0.0)
             inner_p += tl.where(mask3, tl.dot(qf3, kt3), 0.0)
         diagonal += tl.sum(q * k, axis=2, keep_dims=True)

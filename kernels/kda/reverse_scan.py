@@ -68,7 +68,6 @@ def kda_reverse_scan_kernel(
     key_tile = token[:, None] * KP + k[None, :]
     square_tile = token[:, None] * CHUNK + token[None, :]
     do_ptr += row_of_batch * do_stride_b + head * do_stride_h
-    x_ptr += (row_of_batch * T * HV + head) * V
 
     chunks = (length + CHUNK - 1) // CHUNK
     for step in tl.range(0, chunks, num_stages=STAGES):
@@ -87,7 +86,7 @@ def kda_reverse_scan_kernel(
         do_t = tl.trans(tl.load(do_ptr + position * do_stride_t + v[None, :], mask=inside, other=0.0))
         do_t = do_t.to(tl.float32) * scale
         if SCALED:
-            do_t *= tl.load(row_scale_ptr + tile * (2 * CHUNK) + token)[None, :]
+            do_t /= tl.load(row_scale_ptr + tile * (2 * CHUNK) + token)[None, :]
         dh_tile = tile * (V * KP) + v[:, None] * KP + k[None, :]
         tl.store(dh_ptr + dh_tile, d_state.to(tl.bfloat16), mask=(v < V)[:, None])
 
@@ -103,8 +102,8 @@ def kda_reverse_scan_kernel(
         d_state = d_state * decay[None, :] + tl.dot(do_half, q_decayed) * do_unit[:, None]
         d_state -= tl.dot(w_half, k_decayed) * w_unit[:, None]
 
-        x_tile = position * (HV * V) + v[None, :]
-        tl.store(x_ptr + x_tile, tl.trans(x_t.to(x_ptr.dtype.element_ty)), mask=inside)
+        x_tile = tile * (CHUNK * V) + token[:, None] * V + v[None, :]
+        tl.store(x_ptr + x_tile, tl.trans(x_t.to(tl.bfloat16)), mask=(v < V)[None, :])
 
     if HAS_INITIAL:
         tl.store(d_initial_state_ptr + state_offset, d_state, mask=state_mask)

@@ -119,7 +119,7 @@ def kda_scan_kernel(
 
         o_t *= scale
         if SCALED:
-            o_t *= tl.load(row_scale_ptr + tile * (2 * CHUNK) + token)[None, :]
+            o_t /= tl.load(row_scale_ptr + tile * (2 * CHUNK) + token)[None, :]
         o_tile = position * (HV * V) + v[None, :]
         tl.store(o_ptr + o_tile, tl.trans(o_t.to(o_ptr.dtype.element_ty)), mask=inside)
         if SAVE:
