@@ -136,14 +136,17 @@ def _sized_load(
 class Layout:
     """Where the tokens of one plan lie. Tensors are int64 unless said; leading batch axes are allowed.
 
-    groups [R, G]: expert of each group, home experts first, then copied ones in expert order; -1 marks an
-    idle slot. group_rows [R, G]: real rows of a group; the rest up to its offset is padding. offsets [R, G]
-    int32: padded end of each group in the shard (cu_seqlens without the leading 0). first_row [R, E]: row of
-    the shard where expert e begins on rank d; -1 where it has none. local [R, E]: tokens of source rank r for
-    expert e that stay on r. source_start [R, E]: how many tokens of e that leave home ranks precede those of
-    source r. receive_end [R, E]: how many tokens of e that travel have been taken by ranks up to and
-    including d.
-    geometry: the sizes behind it.
+    Attributes:
+        groups: `[R, G]` expert of each group, home experts first, then copied ones in expert order; -1: idle
+        slot.
+        group_rows: `[R, G]` real rows of a group; the rest up to its offset is padding.
+        offsets: `[R, G]` int32 padded end of each group in the shard (cu_seqlens without the leading 0).
+        first_row: `[R, E]` row of the shard where expert e begins on rank d; -1 where it has none.
+        local: `[R, E]` tokens of source rank r for expert e that stay on r.
+        source_start: `[R, E]` how many travelling tokens of e come from the ranks before r.
+        receive_end: `[R, E]` how many travelling tokens of e go to the ranks up to and including d.
+        source_travel: `[R, E]` travelling tokens of source rank r for expert e.
+        geometry: the sizes behind it.
     """
 
     groups: torch.Tensor

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.backend import use_triton
+from kernels.exchange import plan as device_planner
 from moonep.planning import solvers
 from moonep.planning.allocation import _BUILT_IN, EXACT, Policy, register_policy
 from moonep.planning.compiled import solve, sum_over_sources
@@ -12,7 +14,13 @@ from moonep.planning.compiled import solve, sum_over_sources
 def _built_in(name: str, rule: int) -> Policy:
     def policy(tokens_per_expert: torch.Tensor, *, tau_thousandths: int, slots: int) -> torch.Tensor:
         num_ranks, num_experts = tokens_per_expert.shape[-2:]
-        counts = tokens_per_expert.reshape(-1, num_ranks, num_experts).cpu()
+        counts = tokens_per_expert.reshape(-1, num_ranks, num_experts)
+        if use_triton("auto", counts) and counts.numel() and num_ranks <= device_planner.MAX_RANKS:
+            alloc = device_planner.solve_allocation(
+                counts, rule=rule, tau_thousandths=tau_thousandths, slots=slots
+            )
+            return alloc.reshape(tokens_per_expert.shape)
+        counts = counts.cpu()
         alloc = solve(rule, sum_over_sources(counts), num_ranks, slots, tau_thousandths)
         return alloc.reshape(tokens_per_expert.shape).to(tokens_per_expert.device)
 
