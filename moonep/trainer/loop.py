@@ -8,7 +8,6 @@ stop; forward and backward; one all-reduce of the loss; update of weights, then 
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from model.config import K3Config
 from moonep.errors import MoonEPError, RankDisagreement
@@ -26,6 +24,7 @@ from moonep.trainer.checkpoint import TrainingState, find_checkpoint, load_check
 from moonep.trainer.config import Config
 from moonep.trainer.data import BatchStream, Corpus, build_corpus
 from moonep.trainer.derived import Derived, derive, report
+from moonep.trainer.ending import prompt_ids
 from moonep.trainer.engine import Engine
 from moonep.trainer.evaluate import evaluate
 from moonep.trainer.metrics import (
@@ -331,74 +330,3 @@ def restore(run: Run, checkpoint: Path) -> None:
     run.parts.balancers.load_biases(state.balancer)
     run.losses = dict(state.extra.get("losses", {}))
     run.wandb_id = state.extra.get("wandb_id")
-
-
-def finish(run: Run) -> None:
-    """Sample, loss curve, summary; closes the metrics. Collective."""
-    sample = write_sample(run)
-    run.parts.routing.close()
-    if not run.is_first:
-        return
-    assert run.metrics is not None
-    run.metrics.close()
-    from moonep.trainer.plots import plot_loss
-
-    plot_loss(run.folder / "metrics.jsonl", run.folder / "loss.png")
-    summary = {
-        "step": run.step,
-        "tokens": run.tokens,
-        "train_loss": run.losses.get("train"),
-        "val_loss": run.losses.get("validation"),
-        "val_bits_per_byte": run.losses.get("bits_per_byte"),
-        "total_parameters": run.derived.total_parameters,
-        "active_parameters": run.derived.active_parameters,
-        "corpus": run.corpus.fingerprint,
-    }
-    (run.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print(_closing_words(run, sample))
-
-
-def prompt_ids(config: Config, corpus: Corpus) -> torch.Tensor:
-    """[T] int64: the sample's prompt. Raises DataError for a text that the vocabulary cannot spell."""
-    text = config.train.sample_prompt
-    if not text:
-        return torch.from_numpy(corpus.split("val").window(0, 1))
-    return torch.from_numpy(corpus.encode(text)).long()
-
-
-def write_sample(run: Run) -> str:
-    """Generates `train.sample_tokens` tokens after the prompt; rank 0 writes sample.txt. Collective."""
-    t = run.config.train
-    if not t.sample_tokens:
-        return ""
-    prompt = prompt_ids(run.config, run.corpus).to(run.device)
-    model: nn.Module = run.engine.model
-    # Every rank generates the same text, so that all make the same number of collective calls.
-    ids = model.generate(  # type: ignore[operator]
-        prompt, t.sample_tokens, temperature=t.sample_temperature, seed=run.config.seed
-    )
-    text = run.corpus.decode(ids.tolist())
-    if run.is_first:
-        (run.folder / "sample.txt").write_text(text, encoding="utf-8")
-    return text
-
-
-def _closing_words(run: Run, sample: str) -> str:
-    folder = run.folder
-    checkpoint = folder / "checkpoints" / f"step_{run.step}"
-    lines = [
-        "",
-        f"trained    {run.step:,} steps, {run.tokens:,} tokens, loss {run.losses.get('train', 0):.4f}",
-    ]
-    if "bits_per_byte" in run.losses:
-        lines.append(
-            f"validation loss {run.losses['validation']:.4f}, {run.losses['bits_per_byte']:.4f} bits per byte"
-        )
-    if sample:
-        lines += ["sample", *(f"  | {line}" for line in sample.strip("\n").splitlines()[:12])]
-    lines.append(
-        f"files      {folder}/: config.yaml metrics.jsonl loss.png sample.txt summary.json checkpoints/"
-    )
-    if checkpoint.exists():
-        lines.append(f"try next   python -m tools.generate checkpoint={checkpoint} prompt='def '")
-    return "\n".join(lines)

@@ -15,9 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from model.config import ModelConfigError
 from moonep.errors import CheckpointError, ContractError, DataError, MoonEPError
 
-WRONG_INPUT = (ContractError, DataError, CheckpointError, ValueError, FileNotFoundError, PermissionError)
+WRONG_INPUT = (
+    ContractError,
+    DataError,
+    CheckpointError,
+    ModelConfigError,
+    FileNotFoundError,
+    PermissionError,
+)
 HELP = """train.py: trains a K3-style mixture-of-experts model.
 
   python train.py experiment=quickstart                                   one process
@@ -90,7 +98,7 @@ def _run(config: Any) -> int:
     """Trains; reports a failure to the other ranks and to the user."""
     import torch.distributed as dist
 
-    from moonep.trainer import loop
+    from moonep.trainer import ending, loop
     from moonep.trainer.engine import init_distributed
     from moonep.trainer.watch import FailureWatch, StopRequest
 
@@ -107,7 +115,7 @@ def _run(config: Any) -> int:
         loop.train(run)
         if stop.signal_name is not None or run.step < config.train.steps:
             return _stopped(run, watch)
-        loop.finish(run)
+        ending.finish(run)
         dist.barrier()
         watch.close()
         dist.destroy_process_group()
@@ -136,8 +144,12 @@ def _stopped(run: Any, watch: Any) -> int:
 
 def _failed(error: BaseException, watch: Any, run: Any) -> int:
     """One line on stderr, the traceback of an unexpected error in a file, the other ranks told."""
+    from moonep.trainer.watch import lost_peer
+
     if isinstance(error, SystemExit):
         return int(error.code or 0) if not isinstance(error.code, str) else 1
+    if watch is not None and lost_peer(error):
+        watch.wait_for_cause()
     expected = isinstance(error, (MoonEPError, *WRONG_INPUT))
     message = one_line(error) if expected else f"{type(error).__name__}: {one_line(error)}"
     if isinstance(error, KeyboardInterrupt):
@@ -146,10 +158,7 @@ def _failed(error: BaseException, watch: Any, run: Any) -> int:
     if not expected and not isinstance(error, KeyboardInterrupt):
         message += f" (traceback in {_write_traceback(error, run, rank)})"
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    print_it = True
-    if watch is not None:
-        print_it = watch.announce(message)
-    if print_it:
+    if watch is None or watch.announce(message):
         prefix = f"rank {rank}: " if several else ""
         print(f"error: {prefix}{message}", file=sys.stderr, flush=True)
     _tell_launcher(message)

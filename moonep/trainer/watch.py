@@ -19,8 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from moonep.errors import PeerFailure, PeerTimeout
+
 EXIT_FAILED = 1
 POLL_S = 0.5
+CAUSE_S = 6.0  # a dead process is noticed after 2 polls
 LINGER_S = 3.0  # how long a failed rank stays so that the others read why before the launcher ends them
 
 
@@ -68,6 +71,14 @@ class FailureWatch:
         # Every rank found the same fault (a wrong key, a short corpus): one line is enough.
         return self._first or first["message"] != message
 
+    def wait_for_cause(self) -> None:
+        """After an error that another rank's end explains: gives the thread time to find and name that rank.
+
+        Returns only when it found none.
+        """
+        if self._thread is not None:
+            self._thread.join(CAUSE_S)
+
     def linger(self) -> None:
         """The first rank to fail stays a little, so that the others read why before a launcher ends them."""
         if self._first:
@@ -107,6 +118,14 @@ class FailureWatch:
     def _stop(self, rank: int, message: str) -> None:
         print(f"rank {self.rank}: stopped because rank {rank} failed: {message}", file=sys.stderr, flush=True)
         os._exit(EXIT_FAILED)
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error may only say that another rank is gone: a closed connection, a time-out."""
+    if isinstance(error, (PeerFailure, PeerTimeout, dist.DistError)):
+        return True
+    words = ("closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "Connection refused")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def _alive(pid: int) -> bool:

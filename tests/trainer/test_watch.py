@@ -20,7 +20,7 @@ RANK = """
     import os, signal, sys, time
     import torch, torch.distributed as dist
     from datetime import timedelta
-    from moonep.trainer.watch import FailureWatch
+    from moonep.trainer.watch import FailureWatch, lost_peer
     rank, how = int(sys.argv[1]), sys.argv[3]
     store = dist.FileStore(sys.argv[2] + "/meet", 3)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=120))
@@ -39,10 +39,13 @@ RANK = """
         watch.close()
         time.sleep(2.0 * rank)
         sys.exit(0)
-    x = torch.zeros(1)
-    if how == "kill":
+    if how == "kill" and rank == 2:
         time.sleep(300)
-    dist.all_reduce(x)
+    try:
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        assert lost_peer(error), error
+        watch.wait_for_cause()
 """
 
 
