@@ -329,3 +329,26 @@ class TuneConfig:
     seed: int = 0
     report: bool = True
     out: str = "runs/tune"
+
+
+@dataclass
+class CalibrateConfig:
+    """`python -m tools.calibrate name=NAME`. Lists are swept; null takes sizes that suit the device."""
+
+    name: str = "here"
+    precision: str | None = None  # null: bf16 on CUDA, fp32 on CPU
+    hidden: list[int] | None = None
+    ffn_hidden: list[int] | None = None
+    groups: list[int] | None = None
+    rows: list[int] | None = None  # of a group
+    layers: bool = True  # also whole layers of the runtime, with several ranks
+    tokens: list[int] | None = None
+    sigmas: list[float] = field(default_factory=lambda: [0.0, 1.0, 2.0])
+    experts: int | None = None
+    top_k: int | None = None
+    repeats: int = 7
+    ranks: int = 1  # virtual ranks on one device, where the runtime has them; torchrun sets real ones
+    domain_size: int | None = None  # null: the ranks of this host
+    network_gb_s: float | None = None
+    directory: str | None = None  # null: configs/cluster of this project
+    out: str = "runs/calibrate"

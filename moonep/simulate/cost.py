@@ -158,18 +158,18 @@ def _combine(traffic: Traffic, shape: LayerShape, hardware: Hardware, payload: s
 def products_seconds(traffic: Traffic, shape: LayerShape, hardware: Hardware, backward: bool) -> np.ndarray:
     """Seconds [R] of the grouped FFN: two products wide (gate, up), one narrow (down), and the activation
     between."""
+    rate, hbm = hardware.tflops(shape.precision) * 1e12, hardware.hbm_gb_s * 1e9
     # Gate and up (inner dimension H) are two thirds of the FLOPs, down (inner Hi) one third.
     slowdown = 2 / 3 / hardware.depth_factor(shape.hidden) + 1 / 3 / hardware.depth_factor(shape.ffn_hidden)
     flops = 6.0 * traffic.tiled_R * shape.hidden * shape.ffn_hidden
     weights = traffic.groups_R * shape.expert_parameters * shape.weight_bytes
     row_values = 2 * shape.hidden + 3 * shape.ffn_hidden
     rows = traffic.load_R * row_values * shape.weight_bytes
-    activation = 3 * traffic.load_R * shape.ffn_hidden * shape.weight_bytes * hardware.elementwise_passes
-    rate, hbm = hardware.tflops(shape.precision) * 1e12, hardware.hbm_gb_s * 1e9
+    activation = 3 * traffic.load_R * shape.ffn_hidden * shape.weight_bytes / hbm
     overhead = traffic.groups_R * hardware.group_us * 1e-6
     forward = np.maximum(flops * slowdown / rate, (weights + rows) / hbm)
     if not backward:
-        return forward + activation / hbm + overhead
+        return forward + activation * hardware.elementwise_passes + overhead
     again = 2 / 3 if shape.recompute else 0.0
     # Weight gradients: the inner dimension is the rows of a group; fp32 sums of each group are read and
     # written.
@@ -177,7 +177,8 @@ def products_seconds(traffic: Traffic, shape: LayerShape, hardware: Hardware, ba
     gradient_flops = flops / rate / hardware.depth_factor(max(group_rows, 1.0))
     gradient_memory = (traffic.groups_R * shape.expert_parameters * 8.0 + rows) / hbm
     products = (1 + again) * forward + np.maximum(gradient_flops, gradient_memory)
-    return products + (2 + again) * activation / hbm + (2 + again) * overhead
+    pointwise = activation * (hardware.elementwise_backward + (hardware.elementwise_passes if again else 0.0))
+    return products + pointwise + (2 + again) * overhead
 
 
 def layer_time(

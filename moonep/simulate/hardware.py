@@ -40,7 +40,8 @@ class Hardware:
     group_us: float = 0.15  # a group (expert) of a grouped product, beyond its rows and weights
     tile_rows: int = 64  # rows of a group are computed in whole tiles
     plan_us: float = 40.0  # of the planner on the device
-    elementwise_passes: float = 1.0  # scales the traffic of the activation between the products
+    elementwise_passes: float = 1.0  # activation between the products: its cost over three values through HBM
+    elementwise_backward: float = 2.0  # the same of its backward
     ranks_per_device: int = 1  # virtual ranks that share this device's time (one-GPU laboratory)
     devices: int | None = None  # size of the cluster; null: as many as asked for
     measured: list[str] = field(default_factory=list)

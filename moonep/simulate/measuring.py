@@ -120,7 +120,8 @@ def measure(result: Tuning, out: Path) -> list[str]:
 
 def describe(candidate: Candidate) -> str:
     c = candidate.choice
-    return f"ep={c.ep} {c.policy} tau={c.tau:g} micro_batch={c.micro_batch} zero={c.zero} recompute={c.recompute}"
+    balance = f"ep={c.ep} {c.policy} tau={c.tau:g}"
+    return f"{balance} micro_batch={c.micro_batch} zero={c.zero} recompute={c.recompute}"
 
 
 def _run(command: list[str], run_dir: Path, timeout_s: float) -> str:

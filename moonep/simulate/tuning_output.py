@@ -36,10 +36,9 @@ def row(result: Tuning, c: Candidate) -> tuple[Any, ...]:
     """One table row."""
     k = c.choice
     slots = "all" if k.slots is None else str(k.slots)
-    return (
-        k.ep, k.policy, k.tau, slots, k.micro_batch, c.accumulation, k.recompute, k.zero, k.padding, k.payload, k.overlap,
-        c.tokens_per_s, result.measured.get(k), c.gigabytes, c.imbalance, c.copies,
-    )  # fmt: skip
+    settings = (k.ep, k.policy, k.tau, slots, k.micro_batch, c.accumulation, k.recompute, k.zero)
+    transport = (k.padding, k.payload, k.overlap)
+    return (*settings, *transport, c.tokens_per_s, result.measured.get(k), c.gigabytes, c.imbalance, c.copies)
 
 
 def headline(result: Tuning) -> str:
