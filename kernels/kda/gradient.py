@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.kda.prepare import between_mask, half_mask, split_half
+from kernels.kda.prepare import between_mask, half_mask, load_mask, split_half, sums
 from kernels.kda.tiles import (
     BLOCK,
     CHUNK,
@@ -38,17 +38,10 @@ def split_bfloat16(x):
 
 
 @triton.jit
-def spread(mask, x):
-    """Sums of x [C, D] over the tokens that a 0/1 mask [C, C] names, to 16 bits of the terms."""
+def spread(masks_ptr, which, x):
+    """Sums of x [C, D] over the tokens that a 0/1 mask names, to 16 bits of the terms."""
     high, low = split_bfloat16(x)
-    ones = mask.to(tl.bfloat16)
-    return tl.dot(ones, low, acc=tl.dot(ones, high))
-
-
-@triton.jit
-def sums(mask, high, low):
-    """Sums of log decays over the tokens that a 0/1 mask [C, C] names, exact to fp32."""
-    ones = mask.to(tl.float16)
+    ones = load_mask(masks_ptr, which)
     return tl.dot(ones, low, acc=tl.dot(ones, high))
 
 
@@ -65,20 +58,18 @@ def blocks_transposed(x):
 
 
 @triton.jit
-def across_blocks(q, k, g_high, g_low, dp, dp_t, dl, unit, level: tl.constexpr):
-    """Parts [C, D] of dq, dk and dg from the pairs that meet in the middle of 2h tokens, h = 2^level."""
-    r = tl.arange(0, CHUNK)[:, None]
-    s = tl.arange(0, CHUNK)[None, :]
-    rows = half_mask(r, s, level)
-    keys = half_mask(s, r, level)
-    f = tl.exp2(sums(between_mask(r, s, level), g_high, g_low))
+def across_blocks(q, k, g_high, g_low, dp, dp_t, dl, unit, sum_masks_ptr, spread_masks_ptr, half_masks_ptr, which):
+    """Parts [C, D] of dq, dk and dg from the pairs that meet in the middle of 2h tokens, h = 16 (0) or 32 (1)."""
+    f = tl.exp2(sums(sum_masks_ptr, which + 2, g_high, g_low))
     k_f = k * f.to(tl.float16)
     q_f = q * f.to(tl.float16)
     f *= unit
-    dq = tl.dot(tl.where(rows, dp, 0.0), k_f) * f
-    dk = tl.dot(tl.where(rows | keys, dl, 0.0), k_f)
-    dk = tl.dot(tl.where(keys, dp_t, 0.0), q_f, acc=dk) * f
-    return dq, dk, spread(between_mask(s, r, level), q * dq + k * dk)
+    rows = load_mask(half_masks_ptr, 2 * which)
+    keys = load_mask(half_masks_ptr, 2 * which + 1)
+    dq = tl.dot(dp * rows, k_f) * f
+    dk = tl.dot(dl * (rows + keys), k_f)
+    dk = tl.dot(dp_t * keys, q_f, acc=dk) * f
+    return dq, dk, spread(spread_masks_ptr, which + 2, q * dq + k * dk)
 
 
 @triton.jit
@@ -131,6 +122,9 @@ def kda_gradient_kernel(
     dl_ptr,
     rows_ptr,
     unit_ptr,
+    sum_masks_ptr,
+    spread_masks_ptr,
+    half_masks_ptr,
     cu_seqlens_ptr,
     dq_ptr,
     dk_ptr,
@@ -159,6 +153,8 @@ def kda_gradient_kernel(
     V: tl.constexpr,
     KP: tl.constexpr,
     VP: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
     D: tl.constexpr,
     GATE: tl.constexpr,
     HAS_A: tl.constexpr,
@@ -182,32 +178,38 @@ def kda_gradient_kernel(
         return
     batch = tl.cast(0 if VARLEN else sequence, tl.int64)
     token = tl.arange(0, CHUNK)
-    value = tl.arange(0, VP)
     position = (first + token).to(tl.int64)
     present = token < rows
-    inside_v = present[:, None] & (value < V)[None, :]
     out_row = (batch * T + position) * HV + head
-    value_tile = tile * (CHUNK * V) + token[:, None] * V + value[None, :]
+    column = channel[None, :]
+
+    # Products with the states on either side, by slices of V.
     do_row = do_ptr + batch * do_stride_b + head * do_stride_h + position * do_stride_t
-    do = tl.load(do_row[:, None] + value[None, :], mask=inside_v, other=0.0).to(tl.bfloat16)
-    x = tl.load(x_ptr + value_tile, mask=(value < V)[None, :], other=0.0)
-    z = tl.load(z_ptr + value_tile, mask=(value < V)[None, :], other=0.0)
+    dq = tl.zeros((CHUNK, D), dtype=tl.float32)
+    dk = tl.zeros((CHUNK, D), dtype=tl.float32)
+    dk_end = tl.zeros((CHUNK, D), dtype=tl.float32)
+    through_state = tl.zeros((BV, D), dtype=tl.float32)
+    for v0 in tl.range(0, VP, BV, num_stages=STAGES):
+        value = v0 + tl.arange(0, BV)
+        value_tile = tile * (CHUNK * V) + token[:, None] * V + value[None, :]
+        state_tile = tile * (V * KP) + value[:, None] * KP + column
+        do = tl.load(do_row[:, None] + value[None, :], mask=present[:, None] & (value < V)[None, :], other=0.0)
+        x = tl.load(x_ptr + value_tile, mask=(value < V)[None, :], other=0.0)
+        z = tl.load(z_ptr + value_tile, mask=(value < V)[None, :], other=0.0)
+        h = tl.load(h_ptr + state_tile, mask=(value < V)[:, None], other=0.0)
+        dh = tl.load(dh_ptr + state_tile, mask=(value < V)[:, None], other=0.0)
+        dq = tl.dot(do.to(tl.bfloat16), h, acc=dq)
+        dk = tl.dot(x, h, acc=dk)
+        dk_end = tl.dot(z, dh, acc=dk_end)
+        through_state += h.to(tl.float32) * dh.to(tl.float32)
+    dg = tl.sum(through_state, axis=0, keep_dims=True)
+
     beta = tl.load(beta_ptr + tile * CHUNK + token)
     q_scale = tl.load(row_scale_ptr + tile * (2 * CHUNK) + token)
     k_scale = tl.load(row_scale_ptr + tile * (2 * CHUNK) + CHUNK + token)
     do_scale = tl.full((CHUNK,), 1.0, tl.float32) * scale
     if not L2NORM:
         do_scale /= q_scale
-
-    rows_tile = rows_ptr + tile * (3 * CHUNK) + token
-    unit = tl.load(unit_ptr + tile)
-    r64 = token[:, None]
-    s64 = token[None, :]
-    square = tile * (CHUNK * CHUNK) + r64 * CHUNK + s64
-    dp = tl.load(dp_ptr + square)
-    dp_t = tl.load(dp_t_ptr + square)
-    dl = tl.load(dl_ptr + square)
-    column = channel[None, :]
     inside = present[:, None] & (column < K)
     key_head = head // GROUP
     q_row = (q_ptr + batch * q_stride_b + key_head * q_stride_h + position * q_stride_t)[:, None]
@@ -225,24 +227,28 @@ def kda_gradient_kernel(
     q = q.to(tl.float16)
     k = k.to(tl.float16)
 
-    # Products with the states on either side.
-    state_tile = tile * (V * KP) + value[:, None] * KP + column
-    h = tl.load(h_ptr + state_tile, mask=(value < V)[:, None], other=0.0)
-    dh = tl.load(dh_ptr + state_tile, mask=(value < V)[:, None], other=0.0)
-    from_start = tl.exp2(sums(s64 <= r64, g_high, g_low))
-    to_end = tl.exp2(sums(s64 > r64, g_high, g_low))
-    dq = tl.dot(do, h) * (do_scale[:, None] * from_start)
-    dk = tl.dot(x, h) * (-beta[:, None] * from_start)
-    later = q * dq + k * dk
-    dk_end = tl.dot(z, dh) * (beta[:, None] * to_end)
+    r64 = token[:, None]
+    s64 = token[None, :]
+    from_start = tl.exp2(sums(sum_masks_ptr, 0, g_high, g_low))
+    to_end = tl.exp2(sums(sum_masks_ptr, 1, g_high, g_low))
+    dq *= do_scale[:, None] * from_start
+    dk *= -beta[:, None] * from_start
+    dk_end *= beta[:, None] * to_end
+    dg = dg * tl.exp2(tl.sum(g, axis=0, keep_dims=True))
+    dg += spread(spread_masks_ptr, 0, q * dq + k * dk) + spread(spread_masks_ptr, 1, k * dk_end)
     dk += dk_end
-    chunk_decay = tl.exp2(tl.sum(g, axis=0, keep_dims=True))
-    dg = spread(s64 >= r64, later) + spread(s64 < r64, k * dk_end)
-    dg += tl.sum(h.to(tl.float32) * dh.to(tl.float32), axis=0, keep_dims=True) * chunk_decay
+    rows_tile = rows_ptr + tile * (3 * CHUNK) + token
+    unit = tl.load(unit_ptr + tile)
+    square = tile * (CHUNK * CHUNK) + r64 * CHUNK + s64
+    dp = tl.load(dp_ptr + square)
+    dp_t = tl.load(dp_t_ptr + square)
+    dl = tl.load(dl_ptr + square)
 
     # Halves of 32 and 16 tokens.
-    for level in tl.static_range(4, 6):
-        dq_part, dk_part, dg_part = across_blocks(q, k, g_high, g_low, dp, dp_t, dl, unit, level)
+    for which in tl.range(0, 2, num_stages=1):
+        dq_part, dk_part, dg_part = across_blocks(
+            q, k, g_high, g_low, dp, dp_t, dl, unit, sum_masks_ptr, spread_masks_ptr, half_masks_ptr, which
+        )
         dq += dq_part
         dk += dk_part
         dg += dg_part

@@ -7,6 +7,7 @@ a chunk, KP = K padded to a power of two, S chunk slots (tiles.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -106,6 +107,28 @@ class Saved:
         return Saved(z, torch.empty(*tiles, problem.V, problem.KP, dtype=torch.bfloat16, device=device))
 
 
+@cache
+def token_masks(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """0/1 matrices [4, C, C] over pairs of tokens, made once a device.
+
+    sums, fp16: row r names the tokens s <= r; s > r; s between r and the middle of its block of 32; and of 64 tokens.
+    spreads, bf16: their transposes.
+    halves, fp16: pairs (r, s) of a block of 32 tokens with r in its second and s in its first half; the reverse; the
+    same two for blocks of 64 tokens.
+    """
+    r = torch.arange(CHUNK, device=device)[:, None]
+    s = torch.arange(CHUNK, device=device)[None, :]
+    masks, halves = [s <= r, s > r], []
+    for half in (16, 32):
+        middle = r // (2 * half) * (2 * half) + half
+        masks.append(((s >= middle) & (s <= r)) | ((s > r) & (s < middle)))
+        meets = (r // (2 * half) == s // (2 * half)) & (r // half > s // half)
+        halves += [meets, meets.T]
+    sums = torch.stack(masks)
+    spreads = sums.transpose(1, 2).to(torch.bfloat16).contiguous()
+    return sums.to(torch.float16), spreads, torch.stack(halves).to(torch.float16)
+
+
 def row_strides(x: torch.Tensor) -> tuple[int, int, int]:
     """Strides of batch, token and head of a [B, T, heads, dim] or [B, T, heads] tensor."""
     return x.stride(0), x.stride(1), x.stride(2)
@@ -123,6 +146,7 @@ def prepare(problem: Problem, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> Work
         beta,
         A_log,
         dt_bias,
+        token_masks(q.device)[0],
         cu_seqlens,
         work.q_decayed,
         work.k_decayed,
@@ -368,6 +392,7 @@ def gradient(
         dl,
         rows,
         unit,
+        *token_masks(q.device),
         cu_seqlens,
         out.q,
         out.k,
@@ -388,6 +413,8 @@ def gradient(
         V=problem.V,
         KP=problem.KP,
         VP=VP,
+        BV=min(VP, 64),
+        STAGES=2,
         D=channels,
         GATE=GATES[problem.gate],
         HAS_A=A_log is not None,

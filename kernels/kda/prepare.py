@@ -45,6 +45,20 @@ def between_mask(r, s, level):
 
 
 @triton.jit
+def load_mask(masks_ptr, which):
+    """One 0/1 matrix [C, C] of `launch.token_masks`: loaded, because built in registers it costs more than the product."""
+    token = tl.arange(0, CHUNK)
+    return tl.load(masks_ptr + which * (CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :])
+
+
+@triton.jit
+def sums(masks_ptr, which, high, low):
+    """Sums of log decays [C, D] over the tokens that a 0/1 mask names, exact to fp32."""
+    ones = load_mask(masks_ptr, which)
+    return tl.dot(ones, low, acc=tl.dot(ones, high))
+
+
+@triton.jit
 def sum_over(mask, high, low):
     """Masked sums over the tokens of a block: [4, B, B] 0/1 times [4, B, D], exact to fp32."""
     ones = tl.broadcast_to(mask.to(tl.float16), (high.shape[0], mask.shape[1], mask.shape[2]))
@@ -95,6 +109,7 @@ def kda_prepare_kernel(
     beta_ptr,
     A_log_ptr,
     dt_bias_ptr,
+    sum_masks_ptr,
     cu_seqlens_ptr,
     q_decayed_ptr,
     k_decayed_ptr,
@@ -138,9 +153,8 @@ def kda_prepare_kernel(
     if rows <= 0:
         return
     batch = 0 if VARLEN else sequence
-    block = tl.arange(0, 4)[:, None, None]
-    token = tl.arange(0, BLOCK)[None, :, None]
-    row = block * BLOCK + token
+    token = tl.arange(0, CHUNK)
+    row = token[:, None]
     present = row < rows
     position = (first + row).to(tl.int64)
     key_head = head // GROUP
@@ -149,12 +163,12 @@ def kda_prepare_kernel(
     k_row_ptr = k_ptr + batch64 * k_stride_b + key_head * k_stride_h + position * k_stride_t
     g_row_ptr = g_ptr + batch64 * g_stride_b + head * g_stride_h + position * g_stride_t
 
-    channel = tl.arange(0, KP)[None, None, :]
+    channel = tl.arange(0, KP)[None, :]
     whole = present & (channel < K)
     q_all = tl.load(q_row_ptr + channel, mask=whole, other=0.0).to(tl.float32)
     k_all = tl.load(k_row_ptr + channel, mask=whole, other=0.0).to(tl.float32)
-    q_squares = tl.sum(q_all * q_all, axis=2, keep_dims=True)
-    k_squares = tl.sum(k_all * k_all, axis=2, keep_dims=True)
+    q_squares = tl.sum(q_all * q_all, axis=1, keep_dims=True)
+    k_squares = tl.sum(k_all * k_all, axis=1, keep_dims=True)
     if L2NORM:
         q_scale = tl.rsqrt(q_squares + NORM_EPS)
         k_scale = tl.rsqrt(k_squares + NORM_EPS)
@@ -163,9 +177,7 @@ def kda_prepare_kernel(
         k_scale = power_of_two_norm(k_squares)
 
     raw_beta = tl.load(
-        beta_ptr + batch64 * beta_stride_b + head * beta_stride_h + position * beta_stride_t,
-        mask=present,
-        other=0.0,
+        beta_ptr + batch64 * beta_stride_b + head * beta_stride_h + position * beta_stride_t, mask=present, other=0.0
     ).to(tl.float32)
     beta = tl.where(present, write_strength(raw_beta, BETA), 0.0)
     tile = tl.cast(program, tl.int64)
@@ -179,19 +191,17 @@ def kda_prepare_kernel(
     rate = gate_rate(A_log_ptr, head, HAS_A)
     r16 = tl.arange(0, BLOCK)[None, :, None]
     s16 = tl.arange(0, BLOCK)[None, None, :]
-    r64 = tl.arange(0, CHUNK)[:, None]
-    s64 = tl.arange(0, CHUNK)[None, :]
     inner_l = tl.zeros((4, BLOCK, BLOCK), dtype=tl.float32)
     inner_p = tl.zeros((4, BLOCK, BLOCK), dtype=tl.float32)
     outer_l = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     outer_p = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    diagonal = tl.zeros((4, BLOCK, 1), dtype=tl.float32)
+    diagonal = tl.zeros((CHUNK, 1), dtype=tl.float32)
     tile_row = tile * (CHUNK * KP) + row * KP
     for d in tl.range(0, KP, D, num_stages=1):
-        column = d + tl.arange(0, D)[None, None, :]
+        column = d + tl.arange(0, D)[None, :]
         inside = present & (column < K)
-        q = tl.load(q_row_ptr + column, mask=inside, other=0.0).to(tl.float32) * q_scale
-        k = tl.load(k_row_ptr + column, mask=inside, other=0.0).to(tl.float32) * k_scale
+        q = (tl.load(q_row_ptr + column, mask=inside, other=0.0).to(tl.float32) * q_scale).to(tl.float16)
+        k = (tl.load(k_row_ptr + column, mask=inside, other=0.0).to(tl.float32) * k_scale).to(tl.float16)
         raw = tl.load(g_row_ptr + column, mask=inside, other=0.0).to(tl.float32)
         bias = 0.0
         if HAS_BIAS:
@@ -199,50 +209,43 @@ def kda_prepare_kernel(
         g = tl.where(inside, gate_log2(raw, rate, bias, lower_bound, GATE), 0.0)
         g_high, g_low = split_half(g)
 
-        before_token = sum_over(s16 <= r16, g_high, g_low)
-        after_token = sum_over(s16 > r16, g_high, g_low)
-        total = tl.sum(g, axis=1, keep_dims=True)
-        through = tl.cumsum(total, axis=0)
-        chunk_total = tl.sum(total, axis=0, keep_dims=True)
-        k_to_end = k * tl.exp2(after_token + (chunk_total - through))
-        from_start = tl.exp2(before_token + (through - total))
-        tl.store(q_decayed_ptr + tile_row + column, (q * from_start).to(tl.float16))
-        tl.store(k_decayed_ptr + tile_row + column, (k * from_start).to(tl.float16))
-        tl.store(k_remaining_ptr + tile_row + column, k_to_end.to(tl.float16))
-        tl.store(decay_ptr + tile * KP + column, tl.exp2(chunk_total))
+        from_start = tl.exp2(sums(sum_masks_ptr, 0, g_high, g_low)).to(tl.float16)
+        to_end = tl.exp2(sums(sum_masks_ptr, 1, g_high, g_low)).to(tl.float16)
+        tl.store(q_decayed_ptr + tile_row + column, q * from_start)
+        tl.store(k_decayed_ptr + tile_row + column, k * from_start)
+        tl.store(k_remaining_ptr + tile_row + column, k * to_end)
+        tl.store(decay_ptr + tile * KP + column, tl.exp2(tl.sum(g, axis=0, keep_dims=True)))
 
         # Halves of 16 and 32 tokens, across blocks: dense products of the whole chunk.
-        to_edge = tl.where(block % 2 == 1, before_token, after_token)
-        factor = tl.exp2(to_edge)
-        kf = (k * factor).to(tl.float16).reshape(CHUNK, D)
-        qf = (q * factor).to(tl.float16).reshape(CHUNK, D)
-        mask = half_mask(r64, s64, 4)
-        outer_l += tl.where(mask, tl.dot(kf, tl.trans(kf)), 0.0)
-        outer_p += tl.where(mask, tl.dot(qf, tl.trans(kf)), 0.0)
-        total_1 = tl.sum(tl.where(block == 1, total, 0.0), axis=0, keep_dims=True)
-        total_2 = tl.sum(tl.where(block == 2, total, 0.0), axis=0, keep_dims=True)
-        neighbour = tl.where(block == 0, total_1, tl.where(block == 3, total_2, 0.0))
-        factor = tl.exp2(tl.where(block >= 2, before_token, after_token) + neighbour)
-        kf = (k * factor).to(tl.float16).reshape(CHUNK, D)
-        qf = (q * factor).to(tl.float16).reshape(CHUNK, D)
-        mask = half_mask(r64, s64, 5)
-        outer_l += tl.where(mask, tl.dot(kf, tl.trans(kf)), 0.0)
-        outer_p += tl.where(mask, tl.dot(qf, tl.trans(kf)), 0.0)
+        for which in tl.static_range(2):
+            factor = tl.exp2(sums(sum_masks_ptr, 2 + which, g_high, g_low)).to(tl.float16)
+            k_f = k * factor
+            mask = half_mask(row, token[None, :], 4 + which)
+            outer_l += tl.where(mask, tl.dot(k_f, tl.trans(k_f)), 0.0)
+            outer_p += tl.where(mask, tl.dot(q * factor, tl.trans(k_f)), 0.0)
 
         # Halves of 8, 4, 2 and 1 tokens, inside a block.
+        q_blocks = q.reshape(4, BLOCK, D)
+        k_blocks = k.reshape(4, BLOCK, D)
+        high_blocks = g_high.reshape(4, BLOCK, D)
+        low_blocks = g_low.reshape(4, BLOCK, D)
         for level in tl.static_range(4):
-            factor3 = tl.exp2(sum_over(between_mask(r16, s16, level), g_high, g_low))
-            kf3 = (k * factor3).to(tl.float16)
-            qf3 = (q * factor3).to(tl.float16)
-            kt3 = tl.permute(kf3, (0, 2, 1))
+            factor3 = tl.exp2(sum_over(between_mask(r16, s16, level), high_blocks, low_blocks)).to(tl.float16)
+            k_f3 = k_blocks * factor3
+            k_t3 = tl.permute(k_f3, (0, 2, 1))
             mask3 = half_mask(r16, s16, level)
-            inner_l += tl.where(mask3, tl.dot(kf3, kt3), 0.0)
-            inner_p += tl.where(mask3, tl.dot(qf3, kt3), 0.0)
-        diagonal += tl.sum(q * k, axis=2, keep_dims=True)
+            inner_l += tl.where(mask3, tl.dot(k_f3, k_t3), 0.0)
+            inner_p += tl.where(mask3, tl.dot(q_blocks * factor3, k_t3), 0.0)
+        diagonal += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1, keep_dims=True)
 
+    r64 = row
+    s64 = token[None, :]
+    diagonal = diagonal.reshape(4, BLOCK, 1)
+    beta_row = beta.reshape(1, CHUNK)
+    beta_blocks = beta.reshape(4, 1, BLOCK)
     inner_p += tl.where(r16 == s16, diagonal, 0.0)
     tile_64 = tile * (CHUNK * CHUNK) + r64 * CHUNK + s64
     tl.store(p_ptr + tile_64, (outer_p + on_diagonal(inner_p)).to(tl.float16))
-    n = on_diagonal(inverse_in_block(inner_l, tl.permute(beta, (0, 2, 1)), r16, s16))
-    n = inverse_of_chunk(n, outer_l, beta.reshape(1, CHUNK), r64, s64)
+    n = on_diagonal(inverse_in_block(inner_l, beta_blocks, r16, s16))
+    n = inverse_of_chunk(n, outer_l, beta_row, r64, s64)
     tl.store(n_ptr + tile_64, n.to(tl.float16))
