@@ -93,7 +93,10 @@ def _solve(
 
     totals, remaining, moves = ints(batch, E), ints(batch, attempts, E), ints(batch, attempts, 3, M)
     result, scratch = ints(batch, attempts, 4), ints(batch, attempts, R)
-    totals_kernel[(triton.cdiv(E, 64), batch)](counts, totals, R, E, R_TILE=min(R_PAD, 64), E_TILE=64)
+    statistics = torch.empty(STATISTICS, dtype=torch.int64, device=counts.device)
+    totals_kernel[(triton.cdiv(E, 64), batch)](
+        counts, totals, statistics, R, E, STATISTICS, R_TILE=min(R_PAD, 64), E_TILE=64
+    )
     solve_kernel[(attempts, batch)](
         totals,
         remaining,
@@ -122,7 +125,7 @@ def _solve(
         groups=ints(*groups),
         group_rows=ints(*groups),
         offsets=ints(*groups),
-        statistics=torch.zeros(STATISTICS, dtype=torch.int64, device=counts.device),
+        statistics=statistics,
     )
     rank_programs = R if tables else 0
     E_TILE = max(4, min(64, 1024 // _power_of_two(R)))

@@ -17,8 +17,20 @@ CHUNK = tl.constexpr(128)  # moves looked at together
 
 
 @triton.jit(do_not_specialize=["R", "E"])
-def totals_kernel(counts_ptr, totals_ptr, R, E, R_TILE: tl.constexpr, E_TILE: tl.constexpr):
-    """Column sums: counts [N, R, E] -> totals [N, E]."""
+def totals_kernel(
+    counts_ptr,
+    totals_ptr,
+    statistics_ptr,
+    R,
+    E,
+    STATISTICS: tl.constexpr,
+    R_TILE: tl.constexpr,
+    E_TILE: tl.constexpr,
+):
+    """Column sums: counts [N, R, E] -> totals [N, E]. Clears the statistics that tables_kernel gathers."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        index = tl.arange(0, 16)
+        tl.store(statistics_ptr + index, tl.zeros([16], tl.int64), index < STATISTICS)
     e = tl.program_id(0) * E_TILE + tl.arange(0, E_TILE)
     plan = tl.program_id(1).to(tl.int64)
     total = tl.zeros([E_TILE], tl.int32)

@@ -306,6 +306,11 @@ def set_target(state, num_ranks, total, tau):
         state.target[rank] = state.caps[rank]
 
 
+def restore_target(state, num_ranks):
+    for rank in range(num_ranks):
+        state.caps[rank] = state.target[rank]
+
+
 def keep(state, best, moves):
     for index in range(moves):
         best.expert[index] = state.expert[index]
@@ -340,10 +345,11 @@ def solve_bounded(state, best, totals, start, num_ranks, epn, slots, tau):
         if best_overflow == 0 and (candidate >= 2 or best_moves == donors):
             break
         total = reset(state, totals, start, num_ranks, epn, slots)
-        set_target(state, num_ranks, total, tau)
         if candidate == 0:
+            set_target(state, num_ranks, total, tau)
             for rank in range(num_ranks):
                 donors += 1 if state.load[rank] > state.caps[rank] else 0
+        restore_target(state, num_ranks)
         moves = attempt(state, candidate, num_ranks, epn, slots, total, tau)
         missed = overflow(state, num_ranks)
         if best_overflow < 0 or missed < best_overflow or (missed == best_overflow and moves < best_moves):
@@ -358,8 +364,9 @@ def solve_batch(rule, totals, batch, num_ranks, epn, slots, tau, state, best, al
     for index in range(batch):
         start = index * num_experts
         base = start * num_ranks
-        for expert in range(num_experts):
-            alloc[base + expert // epn * num_experts + expert] = totals[start + expert]
+        for rank in range(num_ranks):
+            for expert in range(rank * epn, (rank + 1) * epn):
+                alloc[base + rank * num_experts + expert] = totals[start + expert]
         moves = 0
         if rule == MOONEP:
             moves = solve_moonep(state, best, totals, start, num_ranks, epn, slots)
@@ -378,6 +385,7 @@ HELPERS = (
     set_uniform_caps,
     set_exact_caps,
     set_target,
+    restore_target,
     attempt,
     most_overloaded,
     choose_expert,
