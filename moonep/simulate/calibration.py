@@ -1,17 +1,18 @@
 """Fits a hardware profile to measurements: micro-benchmarks first, then whole expert layers of the runtime.
 
 What a micro-benchmark measures directly (copy rate, launch, barrier, exchange rate) is taken as it is. The
-products' four figures are fitted to a sweep of grouped FFNs; with several ranks, or several virtual ranks on
-one device, the exchange's figures are then fitted to layers run by the runtime. The fit minimises the mean
-squared logarithm of predicted over measured.
+products' figures are fitted to a sweep of grouped FFNs; with several ranks the exchange's figures are then
+fitted to layers run by the runtime. The fit minimises the logarithms of predicted over measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,14 @@ from moonep.simulate.hardware import Hardware
 from moonep.simulate.microbenchmarks import ProductPoint
 from moonep.simulate.traffic import Traffic
 
-PRODUCT_FIGURES = ("bf16_tflops", "group_us", "elementwise_passes", "elementwise_backward", "half_depth")
+PRODUCT_FIGURES = (
+    "bf16_tflops",
+    "group_us",
+    "weight_passes",
+    "elementwise_passes",
+    "elementwise_backward",
+    "half_depth",
+)
 
 
 @dataclass(frozen=True)
@@ -50,15 +58,13 @@ class Comparison:
         return self.predicted_us / self.measured_us - 1
 
 
+@lru_cache(maxsize=4096)
 def one_rank_traffic(groups: int, rows: int, tile_rows: int) -> Traffic:
     """A rank that computes `groups` experts of `rows` rows each and exchanges nothing."""
-    one = np.array([[groups * rows]])
-    none = np.zeros((1, 1), dtype=np.int64)
     total = np.array([groups * rows])
     tiled = np.array([groups * (-(-rows // tile_rows) * tile_rows)])
-    return Traffic(
-        one, one, none, none, total, total, tiled, total, np.array([groups]), np.zeros(groups, dtype=np.int64)
-    )
+    one, none = total[:, None], np.zeros((1, 1), dtype=np.int64)
+    return Traffic(one, one, none, none, total, total, tiled, total, np.array([groups]), np.zeros(groups))
 
 
 def predict_products(point: ProductPoint, hardware: Hardware, precision: str) -> tuple[float, float]:
@@ -73,24 +79,30 @@ def predict_products(point: ProductPoint, hardware: Hardware, precision: str) ->
 def fit(
     hardware: Hardware, names: Sequence[str], error: Callable[[Hardware], float], *, reach: float = 1.5
 ) -> Hardware:
-    """Coordinate search over the logarithms of the named fields, steps from `reach` down to 1 %."""
+    """Pattern search over the logarithms of the named fields, one and two at a time, steps from `reach` down
+    to 2 %."""
+    moves = [{name: sign} for name in names for sign in (1, -1)]
+    for first, second in itertools.combinations(names, 2):
+        moves += [{first: a, second: b} for a in (1, -1) for b in (1, -1)]
     best, loss = hardware, error(hardware)
     step = reach
-    while step > 0.01:
+    while step > 0.04:
         improved = False
-        for name in names:
-            for factor in (math.exp(step), math.exp(-step)):
-                moved = dataclasses.replace(best, **{name: max(getattr(best, name), 1e-6) * factor})
-                found = error(moved)
-                if found < loss - 1e-12:
-                    best, loss, improved = moved, found, True
+        for move in moves:
+            values = {k: max(getattr(best, k), 1e-6) * math.exp(sign * step) for k, sign in move.items()}
+            moved = dataclasses.replace(best, **values)
+            found = error(moved)
+            if found < loss - 1e-6:
+                best, loss, improved = moved, found, True
         step = step if improved else step / 2
     return best
 
 
 def _log_error(pairs: Sequence[tuple[float, float]]) -> float:
-    """Mean |log(predicted / measured)|: an outlier (a disturbed sample) counts once, not squared."""
-    return float(np.mean([abs(math.log(max(p, 1e-12) / max(m, 1e-12))) for p, m in pairs]))
+    """Of x = log(predicted / measured): square below 10 %, linear above (an outlier, a disturbed sample,
+    counts once)."""
+    x = np.log([max(p, 1e-12) / max(m, 1e-12) for p, m in pairs])
+    return float(np.mean(np.sqrt(1 + (x / 0.1) ** 2) - 1))
 
 
 def fit_products(hardware: Hardware, points: Sequence[ProductPoint], precision: str) -> Hardware:

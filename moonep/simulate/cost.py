@@ -145,14 +145,13 @@ def _dispatch(traffic: Traffic, shape: LayerShape, hardware: Hardware, payload: 
 def _combine(traffic: Traffic, shape: LayerShape, hardware: Hardware, payload: str) -> float:
     row = shape.hidden * PAYLOAD_BYTES[payload]
     hbm = hardware.hbm_gb_s * 1e9
-    presum = traffic.load_R * row / hbm
+    local = np.diag(traffic.rows_RR)
+    presum = (traffic.load_R - local) * row / hbm
     link = link_seconds(traffic.unique_RR.T, row, hardware)
-    final = (traffic.unique_RR.sum(1) + traffic.tokens_R) * row / hbm
-    return (
-        _slowest(presum + link + final, hardware)
-        + _sync(traffic.num_ranks, hardware)
-        + _launch(hardware, shape, 3)
-    )
+    received = traffic.unique_RR.sum(1) - np.diag(traffic.unique_RR)
+    final = (local + received + traffic.tokens_R) * row / hbm
+    phases = np.maximum(link, presum) + final
+    return _slowest(phases, hardware) + _sync(traffic.num_ranks, hardware) + _launch(hardware, shape, 3)
 
 
 def products_seconds(traffic: Traffic, shape: LayerShape, hardware: Hardware, backward: bool) -> np.ndarray:
@@ -162,7 +161,7 @@ def products_seconds(traffic: Traffic, shape: LayerShape, hardware: Hardware, ba
     # Gate and up (inner dimension H) are two thirds of the FLOPs, down (inner Hi) one third.
     slowdown = 2 / 3 / hardware.depth_factor(shape.hidden) + 1 / 3 / hardware.depth_factor(shape.ffn_hidden)
     flops = 6.0 * traffic.tiled_R * shape.hidden * shape.ffn_hidden
-    weights = traffic.groups_R * shape.expert_parameters * shape.weight_bytes
+    weights = traffic.groups_R * shape.expert_parameters * shape.weight_bytes * hardware.weight_passes
     row_values = 2 * shape.hidden + 3 * shape.ffn_hidden
     rows = traffic.load_R * row_values * shape.weight_bytes
     activation = 3 * traffic.load_R * shape.ffn_hidden * shape.weight_bytes / hbm

@@ -40,6 +40,7 @@ class Hardware:
     group_us: float = 0.15  # a group (expert) of a grouped product, beyond its rows and weights
     tile_rows: int = 64  # rows of a group are computed in whole tiles
     plan_us: float = 40.0  # of the planner on the device
+    weight_passes: float = 1.0  # times a group's weights pass through memory (CPUs repack them)
     elementwise_passes: float = 1.0  # activation between the products: its cost over three values through HBM
     elementwise_backward: float = 2.0  # the same of its backward
     ranks_per_device: int = 1  # virtual ranks that share this device's time (one-GPU laboratory)

@@ -189,8 +189,7 @@ def _layers(
 def _sources(hardware: Hardware, notes: list[str]) -> dict[str, str]:
     here = describe_machine()
     sources = dict.fromkeys(hardware.measured, f"tools.calibrate on {here}")
-    fitted = ("bf16_tflops", "group_us", "elementwise_passes", "half_depth")
-    sources |= dict.fromkeys(fitted, f"fitted to a sweep of grouped FFNs on {here}")
+    sources |= dict.fromkeys(PRODUCT_FIGURES, f"fitted to a sweep of grouped FFNs on {here}")
     sources["default"] = "not measured: taken from the shipped profile"
     if notes:
         sources["notes"] = "; ".join(notes)

@@ -28,6 +28,8 @@ from moonep.simulate.operators import Workpoint, operator_table, time_operators
 # the
 # convolution, of the core and of the gated norm 9, chunk states and factors 3).
 KDA_SAVED = {"cpu": 22.0, "cuda": 12.0, "npu": 12.0}
+# Values of one channel between the products of a gated FFN: the reference keeps each tanh and the sigmoid.
+SITU_SAVED = {"cpu": 3.0, "cuda": 2.0, "npu": 2.0}
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def saved_values(config: K3Config, device: str = "cuda") -> dict[str, float]:
     values = config.mla_num_heads * config.v_head_dim
     wide = max(config.qk_head_dim, config.v_head_dim)
     shared = config.num_shared_experts * config.expert_ffn_size
+    gated = SITU_SAVED[device] + 1
     kda = KDA_SAVED[device] * channels + config.kda_head_dim
     if device == "cpu":
         kda += 96 * heads + channels * config.kda_head_dim / 32
@@ -113,8 +116,8 @@ def saved_values(config: K3Config, device: str = "cuda") -> dict[str, float]:
         "kda": kda,
         "mla": 4 * config.mla_num_heads * wide + 3 * values + 2 * config.q_lora_rank + 2 * config.kv_lora_rank
         + config.qk_rope_head_dim,
-        "dense": 3 * config.dense_ffn_size,
-        "moe": 3 * shared + 2 * config.latent_size + config.num_experts + 12 * config.top_k,
+        "dense": gated * config.dense_ffn_size,
+        "moe": gated * shared + 2 * config.latent_size + config.num_experts + 12 * config.top_k,
         "ends": 2.5 * d,
     }  # fmt: skip
 
@@ -189,6 +192,7 @@ def training_memory(config: K3Config, setup: TrainingSetup, device: str = "cuda"
         copies_held=slots,
         rows_reserved=rows,
         rows_peak=rows,
+        saved_bytes_per_row=_row_values(config, setup, device) * width,
     )
     in_flight = min(
         setup.pp, setup.accumulation
@@ -204,6 +208,13 @@ def training_memory(config: K3Config, setup: TrainingSetup, device: str = "cuda"
         pools=expert.pools,
         logits=min(setup.tokens, 4096) * config.vocab_size * 4.0 * 2 / 16,
     )
+
+
+def _row_values(config: K3Config, setup: TrainingSetup, device: str) -> float:
+    """Values an expert layer keeps of each routed row: the row and its result, and what lies between unless
+    it is computed again."""
+    kept = 0.0 if setup.recompute else SITU_SAVED[device] * config.expert_ffn_size
+    return 2 * config.latent_size + kept
 
 
 def _activation_values(config: K3Config, setup: TrainingSetup, layers: int, device: str) -> float:
