@@ -59,7 +59,7 @@ def test_gpt_equals_attention_written_out():
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 30)
     return path
 
 
@@ -69,17 +69,17 @@ def test_comparison_counts_both_and_finds_the_target(text, tmp_path, capsys):
         data=CompareData(path=str(text)),
         context=16,
         target=2.6,
-        gpt=Recipe(steps=30, batch=8, warmup_steps=3, evaluate_every=10),
-        k3=K3Recipe(steps=20, batch=8, warmup_steps=3, evaluate_every=10, balancer="none", model=small),
+        gpt=Recipe(steps=20, batch=8, lr=3e-3, warmup_steps=3, evaluate_every=10),
+        k3=K3Recipe(steps=10, batch=8, warmup_steps=3, evaluate_every=5, balancer="none", model=small),
         out=str(tmp_path / "out"),
     )
     summary = run(config)
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["target"] == 2.6
     assert (tmp_path / "out" / "compare.png").stat().st_size > 5000
-    for name, steps in (("gpt", 30), ("k3", 20)):
+    for name, steps, every in (("gpt", 20, 10), ("k3", 10, 5)):
         entry = summary["contestants"][name]
         curve = entry["curve"]
-        assert [step for step, _, _ in curve] == list(range(10, steps + 1, 10))
+        assert [step for step, _, _ in curve] == list(range(every, steps + 1, every))
         seconds = [s for _, s, _ in curve]
         assert seconds == sorted(seconds) and seconds[0] > 0 and entry["cpu_s"] == seconds[-1]
         at = [point for point in curve if point[2] <= 2.6]
