@@ -8,7 +8,6 @@ fitted to layers run by the runtime. The fit minimises the logarithms of predict
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from moonep.errors import CapabilityError
 from moonep.simulate.cost import LayerShape, layer_time, products_seconds
 from moonep.simulate.hardware import Hardware
 from moonep.simulate.microbenchmarks import ProductPoint
@@ -76,61 +76,72 @@ def predict_products(point: ProductPoint, hardware: Hardware, precision: str) ->
     return forward + 3 * launch, backward + 7 * launch
 
 
-def fit(
-    hardware: Hardware, names: Sequence[str], error: Callable[[Hardware], float], *, reach: float = 1.5
-) -> Hardware:
-    """Pattern search over the logarithms of the named fields, one and two at a time, steps from `reach` down
-    to 2 %."""
-    moves = [{name: sign} for name in names for sign in (1, -1)]
-    for first, second in itertools.combinations(names, 2):
-        moves += [{first: a, second: b} for a in (1, -1) for b in (1, -1)]
-    best, loss = hardware, error(hardware)
-    step = reach
-    while step > 0.04:
-        improved = False
-        for move in moves:
-            values = {k: max(getattr(best, k), 1e-6) * math.exp(sign * step) for k, sign in move.items()}
-            moved = dataclasses.replace(best, **values)
-            found = error(moved)
-            if found < loss - 1e-6:
-                best, loss, improved = moved, found, True
-        step = step if improved else step / 2
-    return best
+Pairs = Sequence[tuple[float, float]]
 
 
-def _log_error(pairs: Sequence[tuple[float, float]]) -> float:
-    """Of x = log(predicted / measured): square below 10 %, linear above (an outlier, a disturbed sample,
-    counts once)."""
-    x = np.log([max(p, 1e-12) / max(m, 1e-12) for p, m in pairs])
-    return float(np.mean(np.sqrt(1 + (x / 0.1) ** 2) - 1))
+def fit(hardware: Hardware, names: Sequence[str], predict: Callable[[Hardware], Pairs]) -> Hardware:
+    """Least squares of log(predicted / measured) over the logarithms of the named fields, from three starts.
+
+    Residuals above 10 % count linearly (an outlier, a disturbed sample, counts once); no figure moves beyond
+    a factor of 50 from where it starts.
+
+    Raises:
+        CapabilityError: scipy is missing.
+    """
+    try:
+        from scipy.optimize import least_squares
+    except ImportError:
+        raise CapabilityError("calibrate needs scipy to fit: pip install 'moonep[sim]'") from None
+    start = np.log([max(float(getattr(hardware, name)), 1e-3) for name in names])
+
+    def moved(x: np.ndarray) -> Hardware:
+        return dataclasses.replace(hardware, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        return np.array([math.log(max(p, 1e-12) / max(m, 1e-12)) for p, m in predict(moved(x))])
+
+    span = math.log(50.0)
+    found = [
+        least_squares(
+            residuals,
+            start + shift,
+            bounds=(start - span, start + span),
+            loss="soft_l1",
+            f_scale=0.1,
+            diff_step=1e-3,
+            max_nfev=200,
+        )
+        for shift in (0.0, 1.0, -1.0)
+    ]
+    return moved(min(found, key=lambda result: result.cost).x)
 
 
 def fit_products(hardware: Hardware, points: Sequence[ProductPoint], precision: str) -> Hardware:
     """Rate, inner-dimension loss, time a group and activation traffic from a sweep of grouped FFNs."""
 
-    def error(trial: Hardware) -> float:
+    def predict(trial: Hardware) -> Pairs:
         pairs = []
         for point in points:
             forward, backward = predict_products(point, trial, precision)
             pairs += [(forward, point.forward_s), (backward, point.backward_s)]
-        return _log_error(pairs)
+        return pairs
 
-    # Half depth starts small enough to matter and large enough to move.
+    # Half depth starts large enough to move.
     start = dataclasses.replace(hardware, half_depth=max(hardware.half_depth, 16.0))
-    return fit(start, PRODUCT_FIGURES, error)
+    return fit(start, PRODUCT_FIGURES, predict)
 
 
 def fit_layers(hardware: Hardware, points: Sequence[LayerPoint], names: Sequence[str]) -> Hardware:
     """The exchange's figures from whole layers."""
 
-    def error(trial: Hardware) -> float:
+    def predict(trial: Hardware) -> Pairs:
         pairs = []
         for point in points:
             time = layer_time(point.traffic, point.shape, trial)
             pairs += [(time.forward * 1e-6, point.forward_s), (time.total * 1e-6, point.total_s)]
-        return _log_error(pairs)
+        return pairs
 
-    return fit(hardware, names, error)
+    return fit(hardware, names, predict)
 
 
 def compare_products(hardware: Hardware, points: Sequence[ProductPoint], precision: str) -> list[Comparison]:
