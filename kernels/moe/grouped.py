@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,22 @@ def grouped_ffn(
     return _GroupedFFN.apply(rows_NH, offsets_G, beta_gate, beta_up, *home, *(copies or none))
 
 
+class FFNGradients(NamedTuple):
+    """Gradients of the grouped FFN.
+
+    Attributes:
+        rows: [N, H] in rows' dtype; zero after the last offset.
+        home: (d_gate, d_up, d_down) of the home experts.
+        copies: the same of the copied ones; None where there are none.
+        row_weights: [N] in the accumulation dtype; zero after the last offset; None without row weights.
+    """
+
+    rows: torch.Tensor
+    home: ExpertWeights
+    copies: ExpertWeights | None
+    row_weights: torch.Tensor | None
+
+
 @torch.no_grad()
 def grouped_ffn_forward(
     rows_NH: torch.Tensor,
@@ -59,23 +76,33 @@ def grouped_ffn_forward(
     home: ExpertWeights,
     copies: ExpertWeights | None = None,
     *,
+    row_weights_N: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    save: bool = True,
     activation: str = "situ",
     beta_gate: float = 4.0,
     beta_up: float = 25.0,
-) -> tuple[torch.Tensor, Factors]:
-    """`grouped_ffn` without autograd: (out [N, H], what `grouped_ffn_backward` takes as `saved`)."""
+) -> tuple[torch.Tensor, Factors | None]:
+    """`grouped_ffn` without autograd: (out [N, H], what `grouped_ffn_backward` takes as `saved`).
+
+    Args:
+        row_weights_N: [N] in the accumulation dtype; row i of the result is then `row_weights[i]` times the
+            FFN's. Applied to the narrow side of the down projection, where a product costs least.
+        out: [N, H] to write into, `rows` itself if wanted; rows after the last offset are then left alone.
+        save: whether the second result is wanted; else it is None.
+    """
     _check(rows_NH, offsets_G, home, copies, activation)
-    out = torch.zeros_like(rows_NH)
-    shape, dtype = (rows_NH.shape[0], home[0].shape[1]), accumulation_dtype(rows_NH)
-    saved = Factors(*(rows_NH.new_empty(shape, dtype=dtype) for _ in range(3)))
-    for piece, ends, (gate_w, up_w, down_w), _ in _sets(offsets_G, home, copies):
-        x = rows_NH[piece]
-        gate, up = grouped_matmul(x, gate_w.mT, ends), grouped_matmul(x, up_w.mT, ends)
-        factors = situ_factors(gate, up, beta_gate, beta_up)
-        h = situ_forward(factors, beta_gate, beta_up).to(x.dtype)
-        out[piece] = grouped_matmul(h, down_w.mT, ends)
-        for whole, part in zip(saved, factors, strict=True):
-            whole[piece] = part
+    out = torch.zeros_like(rows_NH) if out is None else out
+    saved = _empty_factors(rows_NH, home) if save else None
+    for piece, ends, weights, _ in _sets(offsets_G, home, copies):
+        factors = _factors(rows_NH[piece], ends, weights, beta_gate, beta_up)
+        h = situ_forward(factors, beta_gate, beta_up)
+        if row_weights_N is not None:
+            h.mul_(row_weights_N[piece].unsqueeze(1))
+        out[piece] = grouped_matmul(h.to(rows_NH.dtype), weights[2].mT, ends)
+        if saved is not None:
+            for whole, part in zip(saved, factors, strict=True):
+                whole[piece] = part
     return out, saved
 
 
@@ -88,36 +115,57 @@ def grouped_ffn_backward(
     copies: ExpertWeights | None = None,
     *,
     saved: Factors | None = None,
+    row_weights_N: torch.Tensor | None = None,
     activation: str = "situ",
     beta_gate: float = 4.0,
     beta_up: float = 25.0,
     grad_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, ExpertWeights, ExpertWeights | None]:
-    """Gradients of `grouped_ffn`: (d_rows [N, H], (d_gate, d_up, d_down) of home, the same of copies, or
-    None).
+) -> FFNGradients:
+    """Gradients of `grouped_ffn`, or of `grouped_ffn_forward` with the same `row_weights_N`.
 
     Args:
         saved: what `grouped_ffn_forward` returned; None computes it again.
         grad_dtype: of the weight gradients; None takes the weights' dtype.
     """
-    if saved is None:
-        _, saved = grouped_ffn_forward(
-            rows_NH, offsets_G, home, copies, activation=activation, beta_gate=beta_gate, beta_up=beta_up
-        )
+    _check(rows_NH, offsets_G, home, copies, activation)
     d_rows = torch.zeros_like(rows_NH)
     d_home: ExpertWeights = _empty_like(home, grad_dtype)
     d_copies = None if copies is None else _empty_like(copies, grad_dtype)
+    dtype = accumulation_dtype(rows_NH)
+    d_weights = None if row_weights_N is None else rows_NH.new_zeros(len(rows_NH), dtype=dtype)
     for piece, ends, (gate_w, up_w, down_w), which in _sets(offsets_G, home, copies):
         d_gate_w, d_up_w, d_down_w = (g[: len(ends)] for g in (d_home, d_copies)[which])  # type: ignore[union-attr]
         x, d_out = rows_NH[piece], d_out_NH[piece]
-        d_h = grouped_matmul(d_out, down_w, ends)
-        factors = Factors(*(part[piece] for part in saved))
-        d_gate, d_up, h = (t.to(x.dtype) for t in situ_backward(d_h, factors, beta_gate, beta_up))
+        if saved is None:
+            factors = _factors(x, ends, (gate_w, up_w, down_w), beta_gate, beta_up)
+        else:
+            factors = Factors(*(part[piece] for part in saved))
+        unweighted = grouped_matmul(d_out, down_w, ends)
+        d_h = unweighted
+        if row_weights_N is not None:
+            d_h = unweighted.to(dtype) * row_weights_N[piece].unsqueeze(1)
+        d_gate, d_up, h = situ_backward(d_h, factors, beta_gate, beta_up)
+        if d_weights is not None and row_weights_N is not None:
+            d_weights[piece] = torch.linalg.vecdot(unweighted.to(dtype), h)
+            h = h * row_weights_N[piece].unsqueeze(1)
+        d_gate, d_up, h = (t.to(x.dtype) for t in (d_gate, d_up, h))
         d_rows[piece] = grouped_matmul(d_gate, gate_w, ends).add_(grouped_matmul(d_up, up_w, ends))
         d_gate_w.copy_(grouped_outer(d_gate, x, ends))
         d_up_w.copy_(grouped_outer(d_up, x, ends))
         d_down_w.copy_(grouped_outer(d_out, h, ends))
-    return d_rows, d_home, d_copies
+    return FFNGradients(d_rows, d_home, d_copies, d_weights)
+
+
+def _factors(
+    x: torch.Tensor, ends: list[int], weights: ExpertWeights, beta_gate: float, beta_up: float
+) -> Factors:
+    gate, up = grouped_matmul(x, weights[0].mT, ends), grouped_matmul(x, weights[1].mT, ends)
+    return situ_factors(gate, up, beta_gate, beta_up)
+
+
+def _empty_factors(rows_NH: torch.Tensor, home: ExpertWeights) -> Factors:
+    shape, dtype = (rows_NH.shape[0], home[0].shape[1]), accumulation_dtype(rows_NH)
+    return Factors(*(rows_NH.new_empty(shape, dtype=dtype) for _ in range(3)))
 
 
 def grouped_matmul(rows_NK: torch.Tensor, weight_GKM: torch.Tensor, ends_G: list[int]) -> torch.Tensor:
@@ -197,6 +245,7 @@ class _GroupedFFN(torch.autograd.Function):
         copies = None if weights[3] is None else weights[3:]
         ctx.betas = {"beta_gate": beta_gate, "beta_up": beta_up}
         out, saved = grouped_ffn_forward(rows_NH, offsets_G, home, copies, **ctx.betas)
+        assert saved is not None
         ctx.save_for_backward(rows_NH, offsets_G, *saved, *weights)
         return out
 
@@ -206,7 +255,7 @@ class _GroupedFFN(torch.autograd.Function):
         rows, offsets, *rest = ctx.saved_tensors
         saved, weights = Factors(*rest[:3]), rest[3:]
         copies = None if weights[3] is None else tuple(weights[3:])
-        d_rows, d_home, d_copies = grouped_ffn_backward(
+        d = grouped_ffn_backward(
             d_out, rows, offsets, tuple(weights[:3]), copies, saved=saved, **ctx.betas
         )
-        return d_rows, None, None, None, *d_home, *(d_copies or (None, None, None))
+        return d.rows, None, None, None, *d.home, *(d.copies or (None, None, None))

@@ -81,7 +81,7 @@ def test_explicit_backward_equals_autograd(saves):
     want = torch.autograd.grad(out, (x, *home, *copies), d_out)
     again, saved = grouped_ffn_forward(x, OFFSETS, home, copies)
     assert torch.equal(again, out)
-    d_rows, d_home, d_copies = grouped_ffn_backward(
+    d_rows, d_home, d_copies, _ = grouped_ffn_backward(
         d_out, x, OFFSETS, home, copies, saved=saved if saves else None
     )
     for a, b in zip((d_rows, *d_home, *d_copies), want, strict=True):
@@ -94,10 +94,10 @@ def test_weight_gradients_of_bf16_in_fp32_and_unused_experts_get_zero():
         for group in case(8, 16, torch.float32)
     )
     d_out = torch.ones_like(x)
-    _, d_home, d_copies = grouped_ffn_backward(d_out, x, OFFSETS, home, copies, grad_dtype=torch.float32)
+    _, d_home, d_copies, _ = grouped_ffn_backward(d_out, x, OFFSETS, home, copies, grad_dtype=torch.float32)
     assert {g.dtype for g in (*d_home, *d_copies)} == {torch.float32}
     assert not d_home[0][1].any() and not d_copies[2][0].any() and d_home[0][0].any()
-    _, d_home, d_copies = grouped_ffn_backward(d_out, x, OFFSETS[:4], home, copies)
+    _, d_home, d_copies, _ = grouped_ffn_backward(d_out, x, OFFSETS[:4], home, copies)
     assert not any(g.any() for g in d_copies)
 
 
