@@ -96,20 +96,24 @@ def choose_expert(remaining, donor, j, epn, goal):
 
 
 @triton.jit
-def shed_surplus(load, caps, free, remaining, moves_ptr, M, ranks, j, R, epn, tightest):
+def shed_surplus(load, caps, free, remaining, moves_ptr, M, ranks, j, R, epn, fitting_first):
     moves = 0
     going = True
     while going:
         room = caps - load
         surplus, donor = first_largest(-room, ranks, ranks < R)
         open_ranks = (ranks < R) & (free > 0) & (room > 0)
-        widest_room, widest = first_largest(room, ranks, open_ranks)
+        widest_room = tl.max(tl.where(open_ranks, room, 0), 0)
         going = (surplus > 0) & (widest_room > 0)
         if going:
-            expert, tokens = choose_expert(remaining, donor, j, epn, tl.minimum(surplus, widest_room))
-            amount = tl.minimum(tl.minimum(surplus, widest_room), tokens)
-            _, tight = first_smallest(room, ranks, open_ranks & (room >= amount))
-            receiver = tl.where(tightest, tight, widest)
+            fits = (ranks < R) & (room < 0) & (-room <= widest_room)
+            fit_surplus, fit = first_largest(-room, ranks, fits)
+            take_fit = fitting_first & (fit_surplus > 0)
+            donor = tl.where(take_fit, fit, donor)
+            goal = tl.minimum(tl.where(take_fit, fit_surplus, surplus), widest_room)
+            expert, tokens = choose_expert(remaining, donor, j, epn, goal)
+            amount = tl.minimum(goal, tokens)
+            _, receiver = first_smallest(room, ranks, open_ranks & (room >= amount))
             record(moves_ptr, M, moves, True, expert, receiver, amount)
             tl.store(remaining + expert, tokens - amount)
             load += tl.where(ranks == receiver, amount, 0) - tl.where(ranks == donor, amount, 0)
@@ -288,14 +292,14 @@ def solve_kernel(
 
 
 @triton.jit
-def winning_attempt(result_ptr, attempts):
+def winning_attempt(result_ptr, ATTEMPTS: tl.constexpr):
     """(attempt, its moves): fewest tokens above the target, then fewest moves; fallbacks only where both
     sheds miss.
     """
     best = 0
     best_missed = tl.load(result_ptr)
     best_moves = tl.load(result_ptr + 1)
-    for attempt in range(1, attempts):
+    for attempt in tl.static_range(1, ATTEMPTS):
         missed = tl.load(result_ptr + attempt * 4)
         moves = tl.load(result_ptr + attempt * 4 + 1)
         better = (missed < best_missed) | ((missed == best_missed) & (moves < best_moves))

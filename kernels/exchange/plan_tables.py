@@ -181,7 +181,7 @@ def expert_tables(
         tl.atomic_max(statistics_ptr + 8, tl.max(fan_out, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["R", "epn", "slots", "padding", "M", "attempts", "rank_programs"])
+@triton.jit(do_not_specialize=["R", "epn", "slots", "padding", "M", "rank_programs"])
 def tables_kernel(
     counts_ptr,
     totals_ptr,
@@ -202,8 +202,8 @@ def tables_kernel(
     slots,
     padding,
     M,
-    attempts,
     rank_programs,
+    ATTEMPTS: tl.constexpr,
     R_PAD: tl.constexpr,
     E_PAD: tl.constexpr,
     E_TILE: tl.constexpr,
@@ -214,8 +214,8 @@ def tables_kernel(
     program = tl.program_id(0)
     plan = tl.program_id(1).to(tl.int64)
     E = R * epn
-    best, moves = winning_attempt(result_ptr + plan * attempts * 4, attempts)
-    attempt = plan * attempts + best
+    best, moves = winning_attempt(result_ptr + plan * ATTEMPTS * 4, ATTEMPTS)
+    attempt = plan * ATTEMPTS + best
     remaining = remaining_ptr + attempt * E
     moves_ptr += attempt * 3 * M
     if program < rank_programs:

@@ -144,11 +144,25 @@ def tightest_room(state, num_ranks, amount, widest):
     return best
 
 
-def shed_surplus(state, num_ranks, epn, tightest):
+def largest_fit(state, num_ranks, room, largest):
+    """The rank with the largest surplus that still fits `room`, else `largest`."""
+    best = -1
+    best_surplus = 0
+    for rank in range(num_ranks):
+        surplus = state.load[rank] - state.caps[rank]
+        if best_surplus < surplus <= room:
+            best = rank
+            best_surplus = surplus
+    return best if best >= 0 else largest
+
+
+def shed_surplus(state, num_ranks, epn, fitting_first):
     """Moves only what is above a cap, so the moved tokens are the least possible; stops when slots run out.
 
-    Each step takes the most overloaded rank and makes one copy that empties the surplus, the expert or the
-    room. A pair (expert, receiver) cannot come twice: after a step one of the three is exhausted for good.
+    Each step makes one copy that empties a surplus, an expert or a room: from the most overloaded rank, or
+    first from those whose surplus fits a room whole (one copy each, before the rooms are broken up), to the
+    tightest room. A pair (expert, receiver) cannot come twice: after a step one of the three is exhausted for
+    good.
     """
     load, caps, free = state.load, state.caps, state.free
     moves = 0
@@ -167,10 +181,13 @@ def shed_surplus(state, num_ranks, epn, tightest):
                 widest_room = room
         if surplus <= 0 or widest < 0:
             return moves
+        if fitting_first and surplus > widest_room:
+            donor = largest_fit(state, num_ranks, widest_room, donor)
+            surplus = load[donor] - caps[donor]
         goal = min(surplus, widest_room)
         expert = choose_expert(state.remaining, donor * epn, epn, goal)
         amount = min(goal, state.remaining[expert])
-        receiver = tightest_room(state, num_ranks, amount, widest) if tightest else widest
+        receiver = tightest_room(state, num_ranks, amount, widest)
         moves = move(state, moves, expert, donor, receiver, amount)
 
 
@@ -390,6 +407,7 @@ HELPERS = (
     most_overloaded,
     choose_expert,
     tightest_room,
+    largest_fit,
     move,
     keep,
     overflow,
