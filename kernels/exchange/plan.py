@@ -13,18 +13,22 @@ import torch
 
 STATIC, MOONEP, BOUNDED = 0, 1, 2  # rules, numbered as in moonep/planning/solvers.py
 ATTEMPTS = {STATIC: 1, MOONEP: 1, BOUNDED: 5}
-ENTRIES = 128  # routed entries a program of the sort compares with each other
+ENTRIES = 256  # routed entries a program of the sort compares with each other
+PLACED = 256  # routed entries a program gives destinations
 MAX_RANKS = 1024
 STATISTICS = 10
 
 
 @dataclass(frozen=True)
 class SortedEntries:
-    """counts [blocks, E] int32: entries of an expert before each block. histogram [E] int32: this rank's
-    counts.
+    """A rank's routed entries in order, all int32 (ids as given).
+
+    nth [s, K]: equal ids before an entry in its block. counts [blocks, E]: entries of an expert before each
+    block. histogram [E]: this rank's counts.
     """
 
     ids: torch.Tensor
+    nth: torch.Tensor
     counts: torch.Tensor
     histogram: torch.Tensor
 
@@ -161,9 +165,7 @@ def _solve(
 
 
 def sort_entries(ids_sK: torch.Tensor, num_experts: int) -> SortedEntries:
-    """Counts each expert's entries before every block of `ids_sK [s, K]` (int32 or int64, in [0, E)),
-    and in all.
-    """
+    """Orders the entries of `ids_sK [s, K]` (int32 or int64, in [0, E)) inside each expert."""
     import triton
 
     from kernels.exchange.plan_sort import count_kernel, prefix_kernel
@@ -174,14 +176,17 @@ def sort_entries(ids_sK: torch.Tensor, num_experts: int) -> SortedEntries:
         raise ValueError(f"top_k={K} exceeds {ENTRIES}")
     blocks = -(-s // (ENTRIES // K_PAD))
     ids_sK = ids_sK.contiguous()
+    nth = torch.empty(s, K, dtype=torch.int32, device=ids_sK.device)
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=ids_sK.device)
     histogram = torch.empty(num_experts, dtype=torch.int32, device=ids_sK.device)
     if blocks:
-        count_kernel[(blocks,)](ids_sK, counts, s, K, num_experts, ENTRIES, K_PAD, _power_of_two(num_experts))
+        count_kernel[(blocks,)](
+            ids_sK, nth, counts, s, K, num_experts, ENTRIES, K_PAD, _power_of_two(num_experts), num_warps=8
+        )
     prefix_kernel[(triton.cdiv(num_experts, 8),)](
-        counts, histogram, blocks, num_experts, B_TILE=min(512, _power_of_two(max(blocks, 1), 16)), E_TILE=8
+        counts, histogram, blocks, num_experts, B_TILE=min(256, _power_of_two(max(blocks, 1), 16)), E_TILE=8
     )
-    return SortedEntries(ids_sK, counts, histogram)
+    return SortedEntries(ids_sK, nth, counts, histogram)
 
 
 def destinations(entries: SortedEntries, plan: PlanTables, *, rank: int, shard_rows: int) -> torch.Tensor:
@@ -190,10 +195,13 @@ def destinations(entries: SortedEntries, plan: PlanTables, *, rank: int, shard_r
 
     s, K = entries.ids.shape
     R, E = plan.alloc.shape
+    K_PAD = _power_of_two(K)
+    tokens = max(1, PLACED // K_PAD)
     target = torch.empty(s, K, dtype=torch.int64, device=entries.ids.device)
     if s:
-        destinations_kernel[(entries.counts.shape[0],)](
+        destinations_kernel[(-(-s // tokens),)](
             entries.ids,
+            entries.nth,
             entries.counts,
             plan.local,
             plan.source_start,
@@ -206,8 +214,9 @@ def destinations(entries: SortedEntries, plan: PlanTables, *, rank: int, shard_r
             R,
             rank,
             shard_rows,
-            ENTRIES,
-            _power_of_two(K),
+            BLOCK=ENTRIES // K_PAD,
+            TOKENS=tokens,
+            K_PAD=K_PAD,
             STEPS=R.bit_length(),
         )
     return target

@@ -1,7 +1,8 @@
 """Times the device planner by CUDA-graph replay: `python -m kernels.exchange.plan_bench`.
 
 Synthetic histograms: shared lognormal popularity, S tokens a rank, top-k ids drawn for one rank. Columns in
-microseconds: solve (totals and attempts), tables, sort, destinations, and all of them in one graph.
+microseconds: solve (totals and attempts), the same with tables, sort, destinations, all of them one after another
+in one graph, and forked: the sort on a second stream beside the solver, which does not need it.
 """
 
 from __future__ import annotations
@@ -56,20 +57,31 @@ def measure(
     def everything() -> None:
         plan.destinations(plan.sort_entries(ids, num_experts), tables(), rank=0, shard_rows=1 << 17)
 
+    side = torch.cuda.Stream()
+
+    def forked() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            entries = plan.sort_entries(ids, num_experts)
+        known = tables()
+        torch.cuda.current_stream().wait_stream(side)
+        plan.destinations(entries, known, rank=0, shard_rows=1 << 17)
+
     known, entries = tables(), plan.sort_entries(ids, num_experts)
     solve = replay_us(
         lambda: plan.solve_allocation(counts[None], rule=rule, tau_thousandths=tau, slots=slots)
     )
     sort = replay_us(lambda: plan.sort_entries(ids, num_experts))
     place = replay_us(lambda: plan.destinations(entries, known, rank=0, shard_rows=1 << 17))
-    return [solve, replay_us(tables), sort, place, replay_us(everything), float(known.statistics[5])]
+    copies = float(known.statistics[5])
+    return [solve, replay_us(tables), sort, place, replay_us(everything), replay_us(forked), copies]
 
 
 def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds, mean of {REPLAYS} replays"
     )
-    print("  R    E  K     S sigma  rule     tau | solve  +tables   sort  place    all  copies")
+    print("  R    E  K     S sigma  rule     tau | solve  +tables   sort  place    all  forked copies")
     for num_ranks in (8, 64):
         for num_experts, top_k, tokens in ((256, 8, 4096), (896, 16, 4096)):
             for sigma in (0.5, 2.0):

@@ -50,9 +50,12 @@ def scatter_moves(moves_ptr, M, moves, row_ptr, rank):
     copies = 0
     for start in range(0, moves, CHUNK):
         m = start + tl.arange(0, CHUNK)
-        mine = (tl.load(moves_ptr + M + m, m < moves, other=-1) == rank) & (m < moves)
-        expert = tl.load(moves_ptr + m, mine, other=0)
-        tl.store(row_ptr + expert, tl.load(moves_ptr + 2 * M + m, mine, other=0), mine)
+        listed = m < moves
+        receiver = tl.load(moves_ptr + M + m, listed, other=-1)
+        expert = tl.load(moves_ptr + m, listed, other=0)
+        tokens = tl.load(moves_ptr + 2 * M + m, listed, other=0)
+        mine = listed & (receiver == rank)
+        tl.store(row_ptr + expert, tokens, mine)
         copies += tl.sum(mine.to(tl.int32), 0)
     return copies
 
@@ -164,9 +167,9 @@ def expert_tables(
     for start in range(0, moves, CHUNK):
         m = start + tl.arange(0, CHUNK)
         expert = tl.load(moves_ptr + m, m < moves, other=-1)
+        receiver = tl.load(moves_ptr + M + m, m < moves, other=0)
+        tokens = tl.load(moves_ptr + 2 * M + m, m < moves, other=0)
         mine = (expert >= first) & (expert < first + E_TILE)
-        receiver = tl.load(moves_ptr + M + m, mine, other=0)
-        tokens = tl.load(moves_ptr + 2 * M + m, mine, other=0)
         tl.store(alloc_ptr + plan * R * E + receiver * E + expert, tokens, mine)
     if TABLES:
         tl.debug_barrier()
