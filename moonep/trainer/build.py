@@ -46,6 +46,8 @@ def build_model(
             slots=routing.slots,
             max_imbalance=routing.max_imbalance,
             memory=parallel.memory,
+            beta_gate=c.situ_beta_gate,
+            beta_up=c.situ_beta_up,
             timeout_s=parallel.timeout_s,
             dtype=torch.bfloat16 if config.precision.name == "bf16" else torch.float32,
             device=device,

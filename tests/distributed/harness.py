@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -74,7 +75,7 @@ def _collect(ranks: list[tuple[Any, Connection]], deadline: float, may_die: set[
         for connection in ready:
             rank = pending.pop(connection)  # type: ignore[arg-type]
             try:
-                good, value = connection.recv()  # type: ignore[union-attr]
+                good, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 if rank in may_die:
                     continue
@@ -110,8 +111,10 @@ def _main(
     try:
         store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=timedelta(seconds=60))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        connection.send((True, function(rank, *arguments)))
+        answer = (True, function(rank, *arguments))
     except BaseException:
-        connection.send((False, traceback.format_exc()))
+        answer = (False, traceback.format_exc())
+    # By value: torch would send handles that end with this process.
+    connection.send_bytes(pickle.dumps(answer))
     # The store lives in rank 0: leave together where all are well.
     time.sleep(0.2 if rank == 0 else 0)
