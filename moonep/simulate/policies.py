@@ -73,23 +73,23 @@ class RuntimePolicy(Policy):
         from moonep.planning import plan_allocation
 
         tensor = torch.from_numpy(np.ascontiguousarray(counts))
-        self._warm_up(tensor[:1])
+        self._warm_up(tensor)
         start = time.perf_counter()
         alloc = plan_allocation(tensor, policy=self.name, tau=self.tau or 1.0, slots=self.slots)
         seconds = time.perf_counter() - start
         return Planned(alloc.numpy(), seconds)
 
     def _warm_up(self, counts: torch.Tensor) -> None:
-        """Loads what the planner compiles, so that it is not counted as planning time."""
+        """Loads what the planner compiles for large batches, so that it is not counted as planning time."""
         from moonep.planning import plan_allocation
 
-        if not _WARM:
-            plan_allocation(
-                counts.expand(64, -1, -1), policy=self.name, tau=self.tau or 1.0, slots=self.slots
-            )
+        if self.name not in _WARM and counts.numel() > COMPILED_ELEMENTS:
+            some = counts[: max(1, 2 * COMPILED_ELEMENTS // counts[0].numel())]
+            plan_allocation(some, policy=self.name, tau=self.tau or 1.0, slots=self.slots)
             _WARM.add(self.name)
 
 
+COMPILED_ELEMENTS = 1 << 14  # about where the planner turns from Python to compiled code
 _WARM: set[str] = set()
 
 

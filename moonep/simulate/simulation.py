@@ -93,7 +93,7 @@ def run_unit(spec: Spec, layer: int, policy_index: int) -> list[Record]:
     records: list[Record] = []
     for first in range(0, spec.steps, block):
         steps = range(first, min(first + block, spec.steps))
-        counts = np.stack([spec.source.step_counts(step, layer, spec.capacity) for step in steps])
+        counts = _block_counts(spec, layer, steps)
         planned = policy.plan(counts)
         _check(policy, counts, planned, layer, first)
         lower = _moved_bounds(counts, planned, policy.tau)
@@ -102,6 +102,18 @@ def run_unit(spec: Spec, layer: int, policy_index: int) -> list[Record]:
                 _record(spec, policy, planned, counts[index], int(lower[index]), index, layer, step)
             )
     return records
+
+
+_LAST_BLOCK: dict[tuple[Any, ...], np.ndarray] = {}
+
+
+def _block_counts(spec: Spec, layer: int, steps: range) -> np.ndarray:
+    """Counts [n, R, E]; the last block is kept, since every policy asks for the same ones."""
+    key = (id(spec.source), layer, steps, spec.capacity)
+    if key not in _LAST_BLOCK:
+        _LAST_BLOCK.clear()
+        _LAST_BLOCK[key] = np.stack([spec.source.step_counts(step, layer, spec.capacity) for step in steps])
+    return _LAST_BLOCK[key]
 
 
 def _check(policy: Policy, counts: np.ndarray, planned: Planned, layer: int, first: int) -> None:

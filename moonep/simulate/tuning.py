@@ -133,8 +133,12 @@ class Routing:
         """[plans x layers, R, E] for S = tokens."""
         steps, layers = self.config.plans, self.config.layers
         if self.trace is None:
-            bound = self.workload.bind(ranks, self.model.num_experts, self.model.top_k, self.config.seed)
-            return bound.counts(steps, layers, tokens).reshape(steps * layers, ranks, -1)
+            # Popularity belongs to the model and its data, not to the split: always that of the widest group,
+            # of
+            # which a smaller one sees the first sources.
+            widest = max(n for n in range(1, self.config.devices + 1) if self._divides(n))
+            bound = self.workload.bind(widest, self.model.num_experts, self.model.top_k, self.config.seed)
+            return bound.counts(steps, layers, tokens)[:, :, :ranks].reshape(steps * layers, ranks, -1)
         trace = self.trace
         picks = np.linspace(0, trace.num_steps * trace.num_layers - 1, steps * layers).astype(int)
         flat = trace.tokens_per_expert.reshape(-1, trace.num_ranks, trace.num_experts)
@@ -147,6 +151,9 @@ class Routing:
             tokens_R = np.full(ranks, tokens)
             out.append(draw_counts(generator, np.minimum(share, 1.0)[sources], tokens_R, self.model.top_k))
         return np.stack(out)
+
+    def _divides(self, ranks: int) -> bool:
+        return self.config.devices % ranks == 0 and self.model.num_experts % ranks == 0
 
 
 class Predictor:
