@@ -116,7 +116,8 @@ def _solve(
         RULE=rule,
         R_PAD=R_PAD,
         EPN_PAD=EPN_PAD,
-        TILE=max(1, 1024 // R_PAD),
+        R_ROWS=_power_of_two(R),
+        TILE=min(_power_of_two(epn), max(1, 1024 // _power_of_two(R))),
         num_warps=1,
     )
     shape, groups = ((R, E), (R, epn + slots)) if tables else ((1,), (1,))

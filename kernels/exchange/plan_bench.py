@@ -1,8 +1,8 @@
 """Times the device planner by CUDA-graph replay: `python -m kernels.exchange.plan_bench`.
 
 Synthetic histograms: shared lognormal popularity, S tokens a rank, top-k ids drawn for one rank. Columns in
-microseconds: solve (totals and attempts), the same with tables, sort, destinations, all of them one after another
-in one graph, and forked: the sort on a second stream beside the solver, which does not need it.
+microseconds: solve (totals and attempts), the same with tables, sort, destinations, all of them one after
+another in one graph, and forked: the sort on a second stream beside the solver, which does not need it.
 """
 
 from __future__ import annotations

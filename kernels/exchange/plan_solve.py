@@ -36,21 +36,22 @@ def first_smallest(values, index, valid):
 
 
 @triton.jit
-def load_home(totals, remaining, scratch, ranks, R, epn, R_PAD: tl.constexpr, TILE: tl.constexpr):
+def load_home(totals, remaining, scratch, ranks, R, epn, R_ROWS: tl.constexpr, TILE: tl.constexpr):
     """Copies the totals to `remaining`; returns the home load of every rank, kept in `scratch` too.
 
     The way through memory gives the loads one lane a rank; as a row sum they would be replicated over lanes,
     and every later step with them.
     """
-    load = tl.zeros([R_PAD], tl.int32)
+    rows = tl.arange(0, R_ROWS)
+    load = tl.zeros([R_ROWS], tl.int32)
     for start in range(0, epn, TILE):
         j = start + tl.arange(0, TILE)
-        at = ranks[:, None] * epn + j[None, :]
-        inside = (ranks < R)[:, None] & (j < epn)[None, :]
+        at = rows[:, None] * epn + j[None, :]
+        inside = (rows < R)[:, None] & (j < epn)[None, :]
         tile = tl.load(totals + at, inside, other=0)
         tl.store(remaining + at, tile, inside)
         load += tl.sum(tile, 1)
-    tl.store(scratch + ranks, load, ranks < R)
+    tl.store(scratch + rows, load, rows < R)
     tl.debug_barrier()
     return tl.load(scratch + ranks, ranks < R, other=0)
 
@@ -245,6 +246,7 @@ def solve_kernel(
     RULE: tl.constexpr,
     R_PAD: tl.constexpr,
     EPN_PAD: tl.constexpr,
+    R_ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     attempt = tl.program_id(0)
@@ -256,7 +258,7 @@ def solve_kernel(
     scratch = scratch_ptr + program * R
     ranks = tl.arange(0, R_PAD)
     j = tl.arange(0, EPN_PAD)
-    load = load_home(totals, remaining, scratch, ranks, R, epn, R_PAD, TILE)
+    load = load_home(totals, remaining, scratch, ranks, R, epn, R_ROWS, TILE)
     total = tl.sum(load, 0)
     free = tl.zeros([R_PAD], tl.int32) + slots
     cap = ((total.to(tl.int64) * tau + EXACT * R - 1) // (EXACT * R)).to(tl.int32)

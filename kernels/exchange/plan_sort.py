@@ -34,11 +34,12 @@ def count_kernel(
     ids = tl.load(ids_ptr + offset, valid, other=-1).to(tl.int32)
     nth = tl.zeros([ENTRIES], tl.int32)
     for start in range(0, ENTRIES, SLICE):
+        # The slice runs along the first axis, so that a thread sums its own entry's column without a shuffle.
         other = start + tl.arange(0, SLICE)
         other_offset, other_valid = entry_offsets(other, s, K, ENTRIES, K_PAD)
         other_ids = tl.load(ids_ptr + other_offset, other_valid, other=-2).to(tl.int32)
-        before = (other_ids[None, :] == ids[:, None]) & (other[None, :] < flat[:, None])
-        nth += tl.sum(before.to(tl.int32), 1)
+        before = (other_ids[:, None] == ids[None, :]) & (other[:, None] < flat[None, :])
+        nth += tl.sum(before.to(tl.int32), 0)
     tl.store(nth_ptr + offset, nth, valid)
     tl.debug_barrier()
     tl.atomic_max(counts_ptr + ids, nth + 1, mask=valid)

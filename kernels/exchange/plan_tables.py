@@ -102,9 +102,11 @@ def rank_tables(
     rows = tl.load(row_ptr + e, e < E, other=0)
     tl.debug_barrier()
     padded = (rows + padding - 1) // padding * padding
-    home_end = tl.cumsum(tl.where(own, padded, 0), 0)
-    home_total = tl.sum(tl.where(own, padded, 0), 0)
-    end = tl.where(own, home_end, home_total + tl.cumsum(tl.where(own, 0, padded), 0))
+    # In expert order own experts follow those of lower ranks; in the shard they come first.
+    end = tl.cumsum(padded, 0)
+    lower = tl.sum(tl.where(e < rank * epn, padded, 0), 0)
+    home = tl.sum(tl.where(own, padded, 0), 0)
+    end += tl.where(own, -lower, tl.where(e < rank * epn, home, 0))
     tl.store(row_ptr + e, tl.where(rows > 0, end - padded, -1), e < E)
     groups = epn + slots
     at = rank * groups + e - rank * epn

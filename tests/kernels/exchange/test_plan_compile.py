@@ -16,7 +16,7 @@ def ints(*names: str, kind: str = "*i32") -> dict[str, str]:
 def solve(rule: int, ranks: int, experts: int) -> CompileCase:
     pointers = ints("totals_ptr", "remaining_ptr", "moves_ptr", "scratch_ptr", "result_ptr")
     sizes = ints("R", "epn", "slots", "tau", "M", "attempts", kind="i32")
-    constants = {"RULE": rule, "R_PAD": ranks, "EPN_PAD": experts, "TILE": 1024 // ranks}
+    constants = {"RULE": rule, "R_PAD": ranks, "EPN_PAD": experts, "R_ROWS": 8, "TILE": 128}
     return CompileCase("kernels.exchange.plan_solve:solve_kernel", pointers | sizes, constants, num_warps=1)
 
 
