@@ -108,8 +108,8 @@ def test_a_trace_sets_the_geometry(tmp_path, capsys):
 
 
 def test_model_sets_the_layer(tmp_path):
-    call("model=k3-mini", "geometry.R=4", "steps=1", "layers=1", "policies=[static]", "plots=false", "report=false",
-         f"out={tmp_path}")  # fmt: skip
+    words = ["model=k3-mini", "geometry.R=4", "steps=1", "layers=1", "policies=[static]"]
+    call(*words, "plots=false", "report=false", f"out={tmp_path}")
     g = summary(tmp_path)["geometry"]
     assert (g["E"], g["K"], g["H"], g["Hi"]) == (256, 6, 256, 416)
 
