@@ -60,7 +60,7 @@ def blocks_transposed(x):
 @triton.jit
 def across_blocks(q, k, g_high, g_low, dp, dp_t, dl, unit, sum_masks_ptr, spread_masks_ptr, half_masks_ptr, which):
     """Parts [C, D] of dq, dk and dg from the pairs that meet in the middle of 2h tokens, h = 16 (0) or 32 (1)."""
-    f = tl.exp2(sums(sum_masks_ptr, which + 2, g_high, g_low))
+    f = tl.exp2(sums(load_mask(sum_masks_ptr, which + 2), g_high, g_low))
     k_f = k * f.to(tl.float16)
     q_f = q * f.to(tl.float16)
     f *= unit
@@ -229,8 +229,8 @@ def kda_gradient_kernel(
 
     r64 = token[:, None]
     s64 = token[None, :]
-    from_start = tl.exp2(sums(sum_masks_ptr, 0, g_high, g_low))
-    to_end = tl.exp2(sums(sum_masks_ptr, 1, g_high, g_low))
+    from_start = tl.exp2(sums(load_mask(sum_masks_ptr, 0), g_high, g_low))
+    to_end = tl.exp2(sums(load_mask(sum_masks_ptr, 1), g_high, g_low))
     dq *= do_scale[:, None] * from_start
     dk *= -beta[:, None] * from_start
     dk_end *= beta[:, None] * to_end

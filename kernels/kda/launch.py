@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.kda.gradient import kda_gradient_kernel
 from kernels.kda.pairs import kda_pairs_kernel
@@ -19,9 +20,9 @@ from kernels.kda.reverse_scan import kda_reverse_scan_kernel
 from kernels.kda.scan import kda_scan_kernel
 
 CHUNK = 64
-# (channels of a slice, warps) of the kernels that are parallel over chunks.
-PREPARE_SHAPE = (32, 4)
-GRADIENT_SHAPE = (32, 4)
+# (channels of a slice, warps, registers of a thread or None) of the kernels that are parallel over chunks.
+PREPARE_SHAPE: tuple[int, int, int | None] = (32, 4, None)
+GRADIENT_SHAPE: tuple[int, int, int | None] = (32, 4, None)
 GATES = {"given": 0, "bounded": 1, "softplus": 2}
 
 
@@ -72,6 +73,14 @@ class Workspace:
     decay: torch.Tensor  # [S, HV, KP]
     beta: torch.Tensor  # [S, HV, C]
     row_scale: torch.Tensor  # [S, HV, 2, C] of q and k: 1 / norm, or the power of two that stands for it
+
+    def tiles(self) -> list[TensorDescriptor]:
+        """The operands of the scans as rows of [C, width] tiles: loads by the copy engine cost no address registers."""
+        operands = (self.q_decayed, self.k_decayed, self.k_remaining, self.n, self.p)
+        return [
+            TensorDescriptor(x, [max(1, x.numel() // x.shape[-1]), x.shape[-1]], [x.shape[-1], 1], [CHUNK, x.shape[-1]])
+            for x in operands
+        ]
 
     @staticmethod
     def allocate(problem: Problem, device: torch.device) -> Workspace:
@@ -175,6 +184,7 @@ def prepare(problem: Problem, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> Work
         L2NORM=problem.l2_norm,
         VARLEN=problem.varlen,
         num_warps=PREPARE_SHAPE[1],
+        maxnreg=PREPARE_SHAPE[2],
         num_stages=1,
     )
     return work
@@ -193,11 +203,7 @@ def scan(
     o = torch.empty(problem.B, problem.T, problem.HV, problem.V, dtype=v.dtype, device=v.device)
     BV, warps, stages = scan_shape(problem)
     kda_scan_kernel[(triton.cdiv(problem.V, BV), problem.N * problem.HV)](
-        work.q_decayed,
-        work.k_decayed,
-        work.k_remaining,
-        work.n,
-        work.p,
+        *work.tiles(),
         work.decay,
         work.beta,
         work.row_scale,
@@ -250,11 +256,7 @@ def reverse_scan(
     out = Saved.allocate(problem, do.device)
     BV, warps, stages = scan_shape(problem)
     kda_reverse_scan_kernel[(triton.cdiv(problem.V, BV), problem.N * problem.HV)](
-        work.q_decayed,
-        work.k_decayed,
-        work.k_remaining,
-        work.n,
-        work.p,
+        *work.tiles(),
         work.decay,
         work.beta,
         work.row_scale,
@@ -373,7 +375,7 @@ def gradient(
         num_warps=4,
         num_stages=1,
     )
-    channels, warps = GRADIENT_SHAPE
+    channels, warps, registers = GRADIENT_SHAPE
     kda_gradient_kernel[(problem.slots * problem.HV * (problem.KP // channels),)](
         q,
         k,
@@ -422,6 +424,7 @@ def gradient(
         L2NORM=problem.l2_norm,
         VARLEN=problem.varlen,
         num_warps=warps,
+        maxnreg=registers,
         num_stages=1,
     )
     return out

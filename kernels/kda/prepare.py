@@ -52,9 +52,8 @@ def load_mask(masks_ptr, which):
 
 
 @triton.jit
-def sums(masks_ptr, which, high, low):
+def sums(ones, high, low):
     """Sums of log decays [C, D] over the tokens that a 0/1 mask names, exact to fp32."""
-    ones = load_mask(masks_ptr, which)
     return tl.dot(ones, low, acc=tl.dot(ones, high))
 
 
@@ -197,20 +196,35 @@ def kda_prepare_kernel(
     outer_p = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     diagonal = tl.zeros((CHUNK, 1), dtype=tl.float32)
     tile_row = tile * (CHUNK * KP) + row * KP
+    up_to_token = load_mask(sum_masks_ptr, 0)
+    after_token = load_mask(sum_masks_ptr, 1)
+    to_middle_16 = load_mask(sum_masks_ptr, 2)
+    to_middle_32 = load_mask(sum_masks_ptr, 3)
+    first_slice = tl.arange(0, D)[None, :]
+    next_q = tl.load(q_row_ptr + first_slice, mask=present & (first_slice < K), other=0.0)
+    next_k = tl.load(k_row_ptr + first_slice, mask=present & (first_slice < K), other=0.0)
+    next_raw = tl.load(g_row_ptr + first_slice, mask=present & (first_slice < K), other=0.0)
+    if HAS_BIAS:
+        next_bias = tl.load(dt_bias_ptr + head * K + first_slice, mask=first_slice < K, other=0.0)
     for d in tl.range(0, KP, D, num_stages=1):
         column = d + tl.arange(0, D)[None, :]
         inside = present & (column < K)
-        q = (tl.load(q_row_ptr + column, mask=inside, other=0.0).to(tl.float32) * q_scale).to(tl.float16)
-        k = (tl.load(k_row_ptr + column, mask=inside, other=0.0).to(tl.float32) * k_scale).to(tl.float16)
-        raw = tl.load(g_row_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        q = (next_q.to(tl.float32) * q_scale).to(tl.float16)
+        k = (next_k.to(tl.float32) * k_scale).to(tl.float16)
+        raw = next_raw.to(tl.float32)
+        ahead = column + D
+        next_q = tl.load(q_row_ptr + ahead, mask=present & (ahead < K), other=0.0)
+        next_k = tl.load(k_row_ptr + ahead, mask=present & (ahead < K), other=0.0)
+        next_raw = tl.load(g_row_ptr + ahead, mask=present & (ahead < K), other=0.0)
         bias = 0.0
         if HAS_BIAS:
-            bias = tl.load(dt_bias_ptr + head * K + column, mask=column < K, other=0.0).to(tl.float32)
+            bias = next_bias.to(tl.float32)
+            next_bias = tl.load(dt_bias_ptr + head * K + ahead, mask=ahead < K, other=0.0)
         g = tl.where(inside, gate_log2(raw, rate, bias, lower_bound, GATE), 0.0)
         g_high, g_low = split_half(g)
 
-        from_start = tl.exp2(sums(sum_masks_ptr, 0, g_high, g_low)).to(tl.float16)
-        to_end = tl.exp2(sums(sum_masks_ptr, 1, g_high, g_low)).to(tl.float16)
+        from_start = tl.exp2(sums(up_to_token, g_high, g_low)).to(tl.float16)
+        to_end = tl.exp2(sums(after_token, g_high, g_low)).to(tl.float16)
         tl.store(q_decayed_ptr + tile_row + column, q * from_start)
         tl.store(k_decayed_ptr + tile_row + column, k * from_start)
         tl.store(k_remaining_ptr + tile_row + column, k * to_end)
@@ -218,7 +232,7 @@ def kda_prepare_kernel(
 
         # Halves of 16 and 32 tokens, across blocks: dense products of the whole chunk.
         for which in tl.static_range(2):
-            factor = tl.exp2(sums(sum_masks_ptr, 2 + which, g_high, g_low)).to(tl.float16)
+            factor = tl.exp2(sums(to_middle_16 if which == 0 else to_middle_32, g_high, g_low)).to(tl.float16)
             k_f = k * factor
             mask = half_mask(row, token[None, :], 4 + which)
             outer_l += tl.where(mask, tl.dot(k_f, tl.trans(k_f)), 0.0)

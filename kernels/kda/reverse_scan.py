@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 
 from kernels.kda.scan import state_offsets
-from kernels.kda.tiles import CHUNK, locate_sequence, row_exponent, to_half
+from kernels.kda.tiles import CHUNK, add_product, locate_sequence, row_exponent, to_half
 
 
 @triton.jit(do_not_specialize=["T"])
 def kda_reverse_scan_kernel(
-    q_decayed_ptr,
-    k_decayed_ptr,
-    k_remaining_ptr,
-    n_ptr,
-    p_ptr,
+    q_decayed_tiles,
+    k_decayed_tiles,
+    k_remaining_tiles,
+    n_tiles,
+    p_tiles,
     decay_ptr,
     beta_ptr,
     row_scale_ptr,
@@ -65,22 +65,21 @@ def kda_reverse_scan_kernel(
         d_state = tl.load(d_final_state_ptr + state_offset, mask=state_mask, other=0.0).to(tl.float32)
     else:
         d_state = tl.zeros((BV, KP), dtype=tl.float32)
-    key_tile = token[:, None] * KP + k[None, :]
-    square_tile = token[:, None] * CHUNK + token[None, :]
     do_ptr += row_of_batch * do_stride_b + head * do_stride_h
 
     chunks = (length + CHUNK - 1) // CHUNK
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step
         tile = tl.cast(slot + chunk, tl.int64) * HV + head
+        row = ((slot + chunk) * HV + head) * CHUNK
         local = token + chunk * CHUNK
         inside = (local < length)[:, None] & (v < V)[None, :]
         position = (local + start).to(tl.int64)[:, None]
-        k_remaining = tl.load(k_remaining_ptr + tile * (CHUNK * KP) + key_tile)
-        p = tl.load(p_ptr + tile * (CHUNK * CHUNK) + square_tile)
-        n = tl.load(n_ptr + tile * (CHUNK * CHUNK) + square_tile)
-        q_decayed = tl.load(q_decayed_ptr + tile * (CHUNK * KP) + key_tile)
-        k_decayed = tl.load(k_decayed_ptr + tile * (CHUNK * KP) + key_tile)
+        k_remaining = k_remaining_tiles.load([row, 0])
+        p = p_tiles.load([row, 0])
+        n = n_tiles.load([row, 0])
+        q_decayed = q_decayed_tiles.load([row, 0])
+        k_decayed = k_decayed_tiles.load([row, 0])
         decay = tl.load(decay_ptr + tile * KP + k)
         beta = tl.load(beta_ptr + tile * CHUNK + token)
         do_t = tl.trans(tl.load(do_ptr + position * do_stride_t + v[None, :], mask=inside, other=0.0))
@@ -90,17 +89,20 @@ def kda_reverse_scan_kernel(
         dh_tile = tile * (V * KP) + v[:, None] * KP + k[None, :]
         tl.store(dh_ptr + dh_tile, d_state.to(tl.bfloat16), mask=(v < V)[:, None])
 
-        do_half, do_unit = to_half(do_t, row_exponent(do_t))
-        ds_half, ds_unit = to_half(d_state, row_exponent(d_state))
+        exponent = row_exponent(d_state)
+        do_exponent = tl.maximum(row_exponent(do_t), exponent - 20)
+        do_half, do_unit = to_half(do_t, do_exponent)
+        ds_half, ds_unit = to_half(d_state, exponent)
         du_t = tl.dot(do_half, p) * do_unit[:, None]
         du_t += tl.dot(ds_half, tl.trans(k_remaining)) * ds_unit[:, None]
         bdu_t = du_t * beta[None, :]
         bdu_half, bdu_unit = to_half(bdu_t, row_exponent(bdu_t))
         x_t = du_t + tl.dot(bdu_half, n) * bdu_unit[:, None]
         w_t = x_t * beta[None, :]
-        w_half, w_unit = to_half(w_t, row_exponent(w_t))
-        d_state = d_state * decay[None, :] + tl.dot(do_half, q_decayed) * do_unit[:, None]
-        d_state -= tl.dot(w_half, k_decayed) * w_unit[:, None]
+        w_exponent = tl.maximum(row_exponent(w_t), tl.maximum(do_exponent, exponent) - 20)
+        w_half, w_unit = to_half(-w_t, w_exponent)
+        d_state = add_product(d_state, decay, do_half, do_unit, do_exponent, q_decayed)
+        d_state = add_product(d_state, 0.0 * decay + 1.0, w_half, w_unit, w_exponent, k_decayed)
 
         x_tile = tile * (CHUNK * V) + token[:, None] * V + v[None, :]
         tl.store(x_ptr + x_tile, tl.trans(x_t.to(tl.bfloat16)), mask=(v < V)[None, :])

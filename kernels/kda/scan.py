@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.kda.tiles import CHUNK, locate_sequence, row_exponent, to_half
+from kernels.kda.tiles import CHUNK, add_product, locate_sequence, row_exponent, to_half
 
 
 @triton.jit
@@ -33,11 +33,11 @@ def state_offsets(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_scan_kernel(
-    q_decayed_ptr,
-    k_decayed_ptr,
-    k_remaining_ptr,
-    n_ptr,
-    p_ptr,
+    q_decayed_tiles,
+    k_decayed_tiles,
+    k_remaining_tiles,
+    n_tiles,
+    p_tiles,
     decay_ptr,
     beta_ptr,
     row_scale_ptr,
@@ -80,21 +80,20 @@ def kda_scan_kernel(
         state = tl.load(initial_state_ptr + state_offset, mask=state_mask, other=0.0).to(tl.float32)
     else:
         state = tl.zeros((BV, KP), dtype=tl.float32)
-    key_tile = token[:, None] * KP + k[None, :]
-    square_tile = token[:, None] * CHUNK + token[None, :]
     v_ptr += row_of_batch * v_stride_b + head * v_stride_h
     o_ptr += (row_of_batch * T * HV + head) * V
 
     for chunk in tl.range(0, (length + CHUNK - 1) // CHUNK, num_stages=STAGES):
         tile = tl.cast(slot + chunk, tl.int64) * HV + head
+        row = ((slot + chunk) * HV + head) * CHUNK
         local = token + chunk * CHUNK
         inside = (local < length)[:, None] & (v < V)[None, :]
         position = (local + start).to(tl.int64)[:, None]
-        k_decayed = tl.load(k_decayed_ptr + tile * (CHUNK * KP) + key_tile)
-        n = tl.load(n_ptr + tile * (CHUNK * CHUNK) + square_tile)
-        q_decayed = tl.load(q_decayed_ptr + tile * (CHUNK * KP) + key_tile)
-        p = tl.load(p_ptr + tile * (CHUNK * CHUNK) + square_tile)
-        k_remaining = tl.load(k_remaining_ptr + tile * (CHUNK * KP) + key_tile)
+        k_decayed = k_decayed_tiles.load([row, 0])
+        n = n_tiles.load([row, 0])
+        q_decayed = q_decayed_tiles.load([row, 0])
+        p = p_tiles.load([row, 0])
+        k_remaining = k_remaining_tiles.load([row, 0])
         decay = tl.load(decay_ptr + tile * KP + k)
         beta = tl.load(beta_ptr + tile * CHUNK + token)
         value_t = tl.trans(tl.load(v_ptr + position * v_stride_t + v[None, :], mask=inside, other=0.0))
@@ -112,10 +111,11 @@ def kda_scan_kernel(
         by_half, by_unit = to_half(by_t, row_exponent(by_t))
         z_t = y_t + tl.dot(by_half, tl.trans(n)) * by_unit[:, None]
         u_t = z_t * beta[None, :]
-        u_half, u_unit = to_half(u_t, row_exponent(u_t))
+        u_exponent = tl.maximum(row_exponent(u_t), exponent - 20)
+        u_half, u_unit = to_half(u_t, u_exponent)
         o_t = tl.dot(state_half, tl.trans(q_decayed)) * state_unit[:, None]
         o_t += tl.dot(u_half, tl.trans(p)) * u_unit[:, None]
-        state = state * decay[None, :] + tl.dot(u_half, k_remaining) * u_unit[:, None]
+        state = add_product(state, decay, u_half, u_unit, u_exponent, k_remaining)
 
         o_t *= scale
         if SCALED:

@@ -104,15 +104,30 @@ def row_exponent(x):
 
 
 @triton.jit
+def inverse_unit(exponent):
+    """2^(14 - e): brings a row whose largest magnitude has (biased) exponent e to 2^14..2^15."""
+    return ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def to_half(x, exponent):
     """x / 2^(e - 14) as fp16 per row, and the power of two that undoes it.
 
     The largest magnitude becomes 2^14..2^15, so that values down to 2^-28 of it stay normal: a token's rounding does
     not depend on later tokens of the row.
     """
-    inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    factor = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    return (x * inverse[:, None]).to(tl.float16), factor
+    unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (x * inverse_unit(exponent)[:, None]).to(tl.float16), unit
+
+
+@triton.jit
+def add_product(total, decay, x_half, unit, exponent, tile):
+    """total * decay + (x_half * unit) @ tile, with the product accumulated in place: no second accumulator is live.
+
+    total is scaled by an exact power of two and back; `exponent` must be at least that of total minus 20.
+    """
+    scaled = total * decay[None, :] * inverse_unit(exponent)[:, None]
+    return tl.dot(x_half, tile, acc=scaled) * unit[:, None]
 
 
 @triton.jit
