@@ -31,7 +31,7 @@ class CompileCase:
 
     kernel: "package.module:function" of a `triton.jit` function.
     signature: argument -> Triton type ("*bf16", "*fp32", "i32", "i64", "fp32"), of all that is no constant.
-    constants: argument -> constexpr value (None for an absent pointer).
+    constants: argument -> constexpr value (None for an absent pointer; "tl.bfloat16" names a type).
     not_divisible: pointers not known to be a multiple of 16; all other pointers are assumed to be.
     divisible: integer arguments known to be a multiple of 16.
     """
@@ -73,6 +73,15 @@ def _resolve(kernel: str):
     return getattr(importlib.import_module(module), name)
 
 
+def _constant(value: Any) -> Any:
+    """Cases travel as JSON, so types come by name."""
+    if isinstance(value, str) and value.startswith("tl."):
+        import triton.language as tl
+
+        return getattr(tl, value.removeprefix("tl."))
+    return value
+
+
 def _source(case: CompileCase):
     from triton.compiler import ASTSource
 
@@ -85,7 +94,7 @@ def _source(case: CompileCase):
             f"{case.kernel}: arguments without type or value {missing}, unknown arguments {unknown}"
         )
     signature = {n: case.signature.get(n, "constexpr") for n in names}
-    constants = {(names.index(n),): v for n, v in case.constants.items()}
+    constants = {(names.index(n),): _constant(v) for n, v in case.constants.items()}
     aligned = [n for n, t in case.signature.items() if t.startswith("*") and n not in case.not_divisible]
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in (*aligned, *case.divisible)}
     return ASTSource(function, signature, constexprs=constants, attrs=attributes)

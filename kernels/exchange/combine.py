@@ -115,10 +115,17 @@ def final_sum_kernel(
             receiver, row = decode(target, NvS, WIDE)
             local = (receiver == rank) & (target != ABSENT)
             sent = (receiver != rank) & (target >= 0)
-            value = tl.load(y_ptr + row.to(tl.int64) * H + h, inside & local, other=0).to(SUM)
+            own = y_ptr + row.to(tl.int64) * H
+            weight = 1.0
             if WEIGHTED:
-                value *= tl.load(weights + row, local, other=0).to(SUM)
-            total += value + tl.load(partials + slot * H + h, inside & sent, other=0).to(SUM)
+                weight = tl.load(weights + row, local, other=1).to(SUM)
+            if PARTIAL == y_ptr.dtype.element_ty:
+                # One load serves both kinds of entries: half the registers.
+                place = tl.multiple_of(tl.where(local, own, partials + slot * H), 16)
+                total += tl.load(place + h, inside & (local | sent), other=0).to(SUM) * weight
+            else:
+                total += tl.load(own + h, inside & local, other=0).to(SUM) * weight
+                total += tl.load(partials + slot * H + h, inside & sent, other=0).to(SUM)
             slot += sent.to(tl.int32)
         tl.store(out_ptr + at * H + h, total.to(out_ptr.dtype.element_ty), inside)
 

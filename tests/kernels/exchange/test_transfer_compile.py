@@ -1,0 +1,94 @@
+"""What the compiler makes of the exchange kernels for Hopper: 16-byte accesses, no spills, room for many programs."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from kernels.compile_check import CompileCase, CompileReport, compile_reports
+
+K3 = {"H": 3584, "K": 16}
+WIDE_ROWS = {"H": 7168, "K": 8}
+
+
+def signature(kernel: str, pointers: dict[str, str], integers: str) -> tuple[str, dict[str, str]]:
+    types = {"addresses": "*i64"} | {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()}
+    return f"kernels.exchange.{kernel}", types | dict.fromkeys(integers.split(), "i32")
+
+
+def push(H: int, K: int) -> CompileCase:
+    pointers = {"x": "i32", "targets": "i64", "weights": "fp32", "offsets": "i32", "group_rows": "i32"}
+    kernel, types = signature("dispatch:push_kernel", pointers, "s NvS R first_rank groups J")
+    block = 1 << (H // 2 - 1).bit_length()
+    constants = dict(K=K, K_PAD=K, WORDS=H // 2, BLOCK=block, LANES=1, WEIGHTED=True, RECORDS=True)
+    constants |= dict(WIDE=False, CONTROLLED=True)
+    return CompileCase(kernel, types, constants, num_warps=block // 1024)
+
+
+def replicate(H: int, K: int) -> CompileCase:
+    kernel, types = signature("dispatch:replicate_kernel", {"offsets": "i32"}, "R first_rank groups")
+    block = 1 << (H // 2 - 1).bit_length()
+    return CompileCase(
+        kernel, types, dict(K=K, WORDS=H // 2, BLOCK=block, CONTROLLED=True), num_warps=block // 1024
+    )
+
+
+def presum(H: int, K: int) -> CompileCase:
+    kernel, types = signature(
+        "combine:presum_kernel", {"y": "bf16", "offsets": "i32"}, "NvS R first_rank groups"
+    )
+    constants = dict(K=K, H=H, BLOCK=2048, WEIGHTED=True, CONTROLLED=True)
+    return CompileCase(kernel, types, constants | sums())
+
+
+def final_sum(H: int, K: int) -> CompileCase:
+    kernel, types = signature(
+        "combine:final_sum_kernel", {"y": "bf16", "targets": "i64", "out": "bf16"}, "s NvS R first_rank J"
+    )
+    constants = dict(K=K, H=H, BLOCK=2048, WEIGHTED=True, WIDE=False, CONTROLLED=True)
+    return CompileCase(kernel, types, constants | sums())
+
+
+def sums() -> dict[str, str]:
+    return {"SUM": "tl.float32", "PARTIAL": "tl.bfloat16"}
+
+
+def copies(kernel: str, size: str, constants: dict) -> CompileCase:
+    pointers = {"home": "i64", "pool": "i64"} | dict.fromkeys(
+        ("holders", "counts", "copied", "num_copied"), "i32"
+    )
+    name, types = signature(f"copies:{kernel}", pointers, f"R epn slots first_rank {size} programs")
+    return CompileCase(name, types, dict(PARTS=3, CONTROLLED=True) | constants)
+
+
+CASES = {
+    "push, K3": push(**K3),
+    "push, wide rows": push(**WIDE_ROWS),
+    "replicate, K3": replicate(**K3),
+    "replicate, wide rows": replicate(**WIDE_ROWS),
+    "presum, K3": presum(**K3),
+    "presum, wide rows": presum(**WIDE_ROWS),
+    "final sum, K3": final_sum(**K3),
+    "final sum, wide rows": final_sum(**WIDE_ROWS),
+    "push copies": copies("push_copies_kernel", "words", {"BLOCK": 4096}),
+    "return gradients": copies(
+        "return_gradients_kernel",
+        "octets",
+        {"BLOCK": 2048, "HOME": "tl.float32", "SLOT": "tl.float32", "SUM": "tl.float32"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, CompileReport]:
+    return dict(zip(CASES, compile_reports(list(CASES.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_spills_and_sixteen_bytes_a_thread(reports, name):
+    report = reports[name]
+    assert report.stack == 0 and report.spill == 0, report
+    assert report.registers <= 128, report
+    assert report.stores[16] >= 2, report
+    assert report.loads[16] >= 2, report
