@@ -132,6 +132,7 @@ class BatchStream:
                 f" {self.sequences_per_step} x {context} needs {(self.sequences_per_step + 1) * context};"
                 " lower train.tokens_per_step or train.context, or give more text by data.path="
             )
+        self._mark = split.mark
         self._step_start = 0
         self._micro = 0
 
@@ -166,7 +167,7 @@ class BatchStream:
             "context": self.context,
             "seed": self.seed,
             "sampling": self.sampling,
-            "split_tokens": len(self.split),
+            "split": self._mark,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -177,11 +178,11 @@ class BatchStream:
         """
         own = self.state_dict()
         names = ("train.context", "seed", "data.sampling", "data.path")
-        for key, name in zip(("context", "seed", "sampling", "split_tokens"), names, strict=True):
+        for key, name in zip(("context", "seed", "sampling", "split"), names, strict=True):
             if state.get(key) != own[key]:
                 raise DataError(
-                    f"cannot continue the data: the checkpoint was written with {key} {state.get(key)},"
-                    f" this run has {own[key]}; set {name} as it was"
+                    f"cannot continue the data: the checkpoint was written with {key} {state.get(key)!r},"
+                    f" this run has {own[key]!r}; set {name} as it was"
                 )
         self._step_start = int(state["next_sequence"])
         self._micro = 0

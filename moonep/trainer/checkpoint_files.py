@@ -3,7 +3,7 @@
     step_N/manifest.json                        what is in the folder; written last
     step_N/weights_RRRR_00000.safetensors       parameters, fp32, by their name in the model
     step_N/optimizer_RRRR_00000.safetensors     optimizer state, as NAME.exp_avg, NAME.exp_avg_sq
-    step_N/balancer.safetensors                 routing biases, as layer_N
+    step_N/balancer_00000.safetensors           routing biases, as layer_N
     step_N/rng_RRRR.json                        random states of rank RRRR
 
 RRRR is the rank that wrote a file and means nothing to a reader: stacked expert weights are rows of global

@@ -260,6 +260,15 @@ def test_position_of_another_order_is_refused(change, named):
         BatchStream(numbers(3000), **{**options, **change}).load_state_dict(state)
 
 
+def test_position_in_another_corpus_is_refused():
+    split = numbers(3000)
+    changed = type(split)(**{**split.__dict__, "tokens": np.where(np.arange(3000) == 1500, 7, split.tokens)})
+    state = BatchStream(split, context=8, micro_batch=1).state_dict()
+    for other in (numbers(3001), changed):
+        with pytest.raises(DataError, match=r"set data\.path as it was"):
+            BatchStream(other, context=8, micro_batch=1).load_state_dict(state)
+
+
 def test_unknown_sampling_is_refused():
     with pytest.raises(ConfigError, match=r"data\.sampling=sorted"):
         BatchStream(numbers(3000), context=8, micro_batch=1, sampling="sorted")
