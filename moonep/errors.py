@@ -1,4 +1,4 @@
-"""The errors of the runtime. Each message is one line: what is wrong, what came, what is allowed, what to do."""
+"""The errors of the runtime. A message is one line: what is wrong, what came, what is allowed, what to do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankDisagreement(MoonEPError, RuntimeError):
         self.what = what
         self.values = dict(values)
         listing = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(self.values.items()))
-        super().__init__(f"ranks disagree on {what} ({listing}); every rank of the group must pass the same value")
+        super().__init__(f"ranks disagree on {what} ({listing}); every rank must pass the same value")
 
 
 class PeerTimeout(MoonEPError, TimeoutError):

@@ -21,19 +21,18 @@ from moonep.errors import ContractError, MoonEPError
 from moonep.plan import Plan
 from moonep.planning import Geometry, registered_policies
 from moonep.symmetric import LoopbackGroup, choose, group_size
-from moonep.workspace import Sizes, Workspace, shared_workspace
+from moonep.workspace import DTYPES, Sizes, Workspace, shared_workspace
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
 class MoonEPExperts(nn.Module):
     """y = sum over k of weight_k x down_e(situ(gate_e x) * cap(up_e x)), e = expert_ids_k, over all ranks.
 
-    A call plans who computes which tokens, sends rows, copies experts to the ranks that take over some of their
-    tokens, computes, and brings sums home; the backward pass sends rows and copies again and returns the
-    gradients of copies to their home. Gradients are summed over the group's tokens. A call is collective: every
-    rank of the group makes it, with its own 0 <= T <= S tokens.
+    A call plans who computes which tokens, sends rows, copies experts to the ranks that take over some of
+    their tokens, computes, and brings sums home; the backward pass sends rows and copies again and returns
+    the gradients of copies to their home. Gradients are summed over the group's tokens. A call is collective:
+    every rank of the group makes it, with its own 0 <= T <= S tokens.
 
     Args:
         num_experts: E, a multiple of R.
@@ -53,7 +52,7 @@ class MoonEPExperts(nn.Module):
         dtype, device: of the parameters.
 
     Attributes:
-        gate_weight, up_weight: `[epn, Hi, H]`; down_weight: `[epn, H, Hi]`. With a LoopbackGroup all E experts.
+        gate_weight, up_weight: `[epn, Hi, H]`; down_weight: `[epn, H, Hi]`. In loopback all E experts.
         capacity: most tokens of one call of `forward`: S, or R * S in loopback.
         last_plan: the plan of the last call; `.statistics`, `.read_statistics`.
 
@@ -103,7 +102,7 @@ class MoonEPExperts(nn.Module):
         )
         self.group, self.policy, self.memory, self.timeout_s = group, policy, memory, timeout_s
         self.hidden, self.ffn_hidden, self.top_k = hidden, ffn_hidden, top_k
-        self.betas = {"beta_gate": beta_gate, "beta_up": beta_up}
+        self.betas: dict[str, Any] = {"beta_gate": beta_gate, "beta_up": beta_up}
         choose(memory, group, device or "cpu")
         loopback = isinstance(group, LoopbackGroup) or self.num_ranks == 1
         self._ranks = self.num_ranks if loopback else 1
@@ -129,7 +128,9 @@ class MoonEPExperts(nn.Module):
 
     def workspace(self) -> Workspace:
         """Shard and pools, made at the first call. Collective then."""
-        device = self.gate_weight.device
+        device, dtype = self.gate_weight.device, self.gate_weight.dtype
+        if dtype not in DTYPES:
+            raise ContractError(f"parameters are {dtype}; allowed: float32, float64, bfloat16")
         return shared_workspace(self.memory, self.group, device, self.timeout_s, self.sizes)
 
     def forward(self, x_TH: Tensors, expert_ids_TK: Tensors, route_weights_TK: Tensors) -> Any:
@@ -161,6 +162,8 @@ class MoonEPExperts(nn.Module):
         needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         plan = workspace.plan(self.policy, ids, needs_gradient, error)
         self.last_plan = plan
+        if needs_gradient:
+            workspace.training_regions()
         call = _Call(workspace, plan, self.betas, needs_gradient)
         y = _Experts.apply(call, *parameters, *x, *weights)
         if listed:
@@ -190,8 +193,6 @@ class MoonEPExperts(nn.Module):
 
     def _check_rank(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
         parameter = self.gate_weight
-        if parameter.dtype not in DTYPES:
-            raise ContractError(f"parameters are {parameter.dtype}; allowed: float32, float64, bfloat16")
         if x_TH.dim() != 2 or x_TH.shape[1] != self.hidden:
             raise ContractError(f"x has shape {list(x_TH.shape)}; expected [T, {self.hidden}]")
         if x_TH.dtype != parameter.dtype or x_TH.device != parameter.device:
@@ -224,7 +225,7 @@ class _Call:
 
     workspace: Workspace
     plan: Plan
-    betas: dict[str, float]
+    betas: dict[str, Any]
     needs_gradient: bool
 
     def per_rank(self, weights: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
@@ -296,6 +297,7 @@ def _backward(
             **call.betas,
         )
         space.rows.view(rank)[:used] = gradients.rows
+        assert gradients.row_weights is not None
         weight_gradients.view(rank)[:used] = gradients.row_weights
         for pool, gradient in zip(copy_gradients, gradients.copies or (), strict=False):
             pool.view(rank).copy_(gradient)

@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def destinations(self) -> torch.Tensor:
-        """int64 `[s, K]` of this rank: `rank * NvS + row`; a token's later entries on a rank as `-that - 1`."""
+        """int64 `[s, K]`: `rank * NvS + row`; a token's later entries on a rank as `-that - 1`."""
         (route,) = self.routes
         return mark_duplicates(route.destinations, self.geometry.shard_rows)
 

@@ -22,8 +22,7 @@ class Topology:
     Attributes:
         rank, world_size: of the job.
         node, num_nodes: host number, from torchrun's environment. Network namespaces of one host share its
-        name,
-            so names are not asked.
+            name, so names are not asked.
         local_rank, ranks_per_node: within the host.
     """
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from kernels.precision import accumulation_dtype
-from moonep.agreement import Agreement, agree_once
+from moonep.agreement import Agreement
 from moonep.exchange import make_exchange
 from moonep.plan import Plan, make_plan
 from moonep.planning import Geometry, registered_policies
-from moonep.symmetric import Region, SymmetricMemory, group_size, open_memory
+from moonep.symmetric import Region, SymmetricMemory, open_memory
 
-SWITCH = ("off", "on")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,24 @@ class Workspace:
         copies: pools (gate, up, down), `[slots, ...]`. copy_gradients: the same in the accumulation dtype.
     """
 
-    def __init__(self, memory: SymmetricMemory, group: Any, sizes: Sizes):
+    def __init__(self, memory: SymmetricMemory, sizes: Sizes):
         self.memory, self.sizes = memory, sizes
         geometry = sizes.geometry
-        agreed = {
-            "hidden": sizes.hidden,
-            "ffn_hidden": sizes.ffn_hidden,
-            "dtype": str(sizes.dtype),
-            **asdict(geometry),
-        }
-        if memory.name != "loopback":
-            agree_once(group, memory.num_ranks, agreed)
         self.policies = registered_policies()
         self.agreement = Agreement(
             memory,
             geometry.num_experts,
-            {"gradient mode": SWITCH, "policy": self.policies, "tau in thousandths": None},
+            {
+                **asdict(geometry),
+                "hidden": sizes.hidden,
+                "ffn_hidden": sizes.ffn_hidden,
+                "dtype": DTYPES.index(sizes.dtype),
+            },
+            ("gradient mode", "policy"),
+            {"dtype": [str(d) for d in DTYPES], "gradient mode": ("off", "on"), "policy": self.policies},
             private=1,
         )
+        self.agreement.greet()
         self.exchange = make_exchange(memory, geometry)
         scalar = accumulation_dtype(torch.empty(0, dtype=sizes.dtype))
         self.rows = self.exchange.row_region(sizes.hidden, sizes.dtype)
@@ -113,7 +113,7 @@ class Workspace:
         if error is not None:
             rows = [agreement.refusal(error) for _ in self.memory.local_ranks]
         else:
-            values = (int(needs_gradient), self.policies.index(policy), geometry.tau_thousandths)
+            values = (int(needs_gradient), self.policies.index(policy))
             rows = [
                 agreement.row(
                     values,
@@ -152,8 +152,5 @@ def shared_workspace(
     key = (id(opened), sizes)
     found = _workspaces.get(key)
     if found is None or found.memory is not opened:
-        _workspaces[key] = found = Workspace(opened, group, sizes)
+        _workspaces[key] = found = Workspace(opened, sizes)
     return found
-
-
-__all__ = ["Sizes", "Workspace", "accumulation_bytes", "group_size", "shared_workspace"]

@@ -1,8 +1,8 @@
 """Moving rows, route weights, expert weights and their gradients between ranks, as a plan says.
 
 The order of use, each step for all local ranks: `enter` (peers have left the regions), any of `put_rows`,
-`put_scalars`, `put_weights`, then `complete` (what was put has arrived), then work on the own parts, `complete`
-again (peers may read), and `sum_rows`, `take_scalars`, `take_gradients`.
+`put_scalars`, `put_weights`, then `complete` (what was put has arrived), then work on the own parts,
+`complete` again (peers may read), and `sum_rows`, `take_scalars`, `take_gradients`.
 
 Shapes: R ranks, NvS rows of a shard, H width, K top-k, s tokens of a rank.
 """
@@ -41,6 +41,7 @@ class Exchange(ABC):
 
     def prepare(self, plan: Plan) -> None:
         """Whatever this exchange must agree on before it moves the first row of a plan. Collective."""
+        return None
 
     def enter(self, phase: str) -> None:
         """Waits until every rank has left the regions that will be written next."""
@@ -66,8 +67,8 @@ class Exchange(ABC):
     def sum_rows(self, plan: Plan, source: Region) -> list[torch.Tensor]:
         """`[s, H]` for each local rank: the sum of its tokens' rows.
 
-        A rank's rows of a token are summed first, in ascending order of rows, accumulated in fp32 (fp64 for fp64)
-        and rounded to the rows' dtype; then the ranks' sums, in rank order.
+        A rank's rows of a token are summed first, in ascending order of rows, accumulated in fp32 (fp64 for
+        fp64) and rounded to the rows' dtype; then the ranks' sums, in rank order.
         """
 
     @abstractmethod

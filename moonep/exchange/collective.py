@@ -1,8 +1,8 @@
 """The exchange where a peer's memory cannot be addressed: rows travel by all-to-all.
 
 A token's row goes to a rank once, with the list of places it takes there; its rows are summed there and come
-back as one. Results are bit for bit those of the stacked exchange. Cost beside the rows: two small all-to-alls
-and one host read a plan, since all-to-all wants its split sizes on the host.
+back as one. Results are bit for bit those of the stacked exchange. Cost beside the rows: three small
+all-to-alls and one host read a plan, since all-to-all wants its split sizes on the host.
 """
 
 from __future__ import annotations

@@ -21,11 +21,12 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _flat(region: Region) -> torch.Tensor:
     """All shards below each other: `[R * NvS, ...]`."""
     assert region.stacked is not None
-    return region.stacked.flatten(0, 1)
+    stacked = region.stacked
+    return stacked.view(-1, *stacked.shape[2:])
 
 
 def _array(rows: torch.Tensor) -> np.ndarray:
-    """The same memory as integers of the elements' size: numpy copies short runs faster, and knows no bf16."""
+    """The same memory as integers of equal size: numpy copies short runs faster, and knows no bf16."""
     return rows.view(_WORDS[rows.element_size()]).numpy()
 
 

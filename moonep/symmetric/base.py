@@ -1,4 +1,4 @@
-"""What every symmetric memory offers: equal regions on all ranks, a barrier that names its phase, an end for all.
+"""What every symmetric memory offers: equal regions on all ranks, a barrier that names its phase, one end.
 
 A memory knows `num_ranks` R and the `local_ranks` that this process stands for: one, or all R of them in
 loopback. The runtime is written over lists of local ranks, in lock-step, so the same code runs R processes or
@@ -31,7 +31,7 @@ class Region:
         self.shape, self.dtype = first.shape, first.dtype
 
     def view(self, rank: int) -> torch.Tensor:
-        """Rank `rank`'s part; this process reads and writes it in place. KeyError where it is out of reach."""
+        """Rank `rank`'s part, read and written in place. KeyError where it is out of reach."""
         return self._parts[rank]
 
     def pointers(self) -> torch.Tensor:
@@ -51,10 +51,12 @@ class SymmetricMemory(ABC):
         device: where regions live.
         timeout_s: longest wait for a peer.
         addressable: whether every rank's part of a region can be viewed here.
+        recovers: whether the group can open another one after a failure.
     """
 
     name: str
     addressable = True
+    recovers = True
 
     def __init__(
         self,
@@ -90,13 +92,11 @@ class SymmetricMemory(ABC):
 
     @abstractmethod
     def gather(self, rows: Sequence[torch.Tensor], phase: str) -> torch.Tensor:
-        """`[R, W]` int64: the row `[W]` of every rank, given here for each local rank. Waits as `barrier` does."""
+        """`[R, W]` int64: the row `[W]` of every rank, given for each local one. Waits as `barrier` does."""
 
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """Ends this memory for all ranks: peers that wait now or later raise PeerFailure with `reason`."""
-
-    def close(self) -> None:
-        """Frees the regions. Idempotent; not collective."""
 
     def check_alive(self) -> None:
         """Raises what ended this memory, if something did."""

@@ -79,7 +79,7 @@ def open_memory(
     name, reason = choose(memory, group, device)
     key = (name, _identity(group), device, timeout_s)
     found = _open.get(key)
-    if found is None or found.failure is not None:
+    if found is None or (found.failure is not None and found.recovers):
         _open[key] = found = _make(name, group, device, timeout_s, reason)
     return found
 

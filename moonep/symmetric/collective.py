@@ -1,7 +1,7 @@
 """Any process group, on one host or many: every rank holds its own regions, and data moves by all-to-all.
 
-A peer's part cannot be viewed; `moonep.exchange.collective` moves rows instead, which needs split sizes on the
-host. Failures are told through the group's key-value store, which works when the collective does not.
+A peer's part cannot be viewed; `moonep.exchange.collective` moves rows instead, which needs split sizes on
+the host. Failures are told through the group's key-value store, which works when the collective does not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moonep.errors import CapabilityError, PeerFailure, PeerTimeout
 from moonep.symmetric.base import Region, SymmetricMemory
+from moonep.symmetric.meeting import meet
 
 LOOK_EVERY = timedelta(seconds=0.5)  # between looks at the store while a collective does not end
 GRACE_S = 2.0  # how long a failing rank waits for others to say that they failed too
@@ -26,6 +27,7 @@ class CollectiveMemory(SymmetricMemory):
 
     name = "collective"
     addressable = False
+    recovers = False  # collectives of the group that did not end still wait for their peers
 
     def __init__(
         self,
@@ -43,11 +45,7 @@ class CollectiveMemory(SymmetricMemory):
                 f"memory='collective' on CPU tensors needs a gloo group, not {dist.get_backend(group)}; "
                 "pass group=dist.new_group(backend='gloo')"
             )
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        serial = _next_serial(tuple(ranks))
-        self._store = dist.PrefixStore(
-            f"moonep/{'-'.join(map(str, ranks))}/{serial}", dist.distributed_c10d._get_default_store()
-        )
+        self._store = meet(group, timeout_s)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Region:
         self.check_alive()
@@ -115,27 +113,21 @@ class CollectiveMemory(SymmetricMemory):
 
     def _diagnose(self, phase: str) -> PeerFailure | PeerTimeout:
         """Who ended it: a rank that said so, else those that leave no note of having failed themselves."""
-        self._store.set(f"phase{self.rank}", phase)
-        if self._store.check(["ended"]):
-            rank, _, reason = self._store.get("ended").decode().partition(" ")
-            return PeerFailure(int(rank), reason)
-        until = time.monotonic() + GRACE_S
-        silent = set(range(self.num_ranks)) - {self.rank}
-        while silent and time.monotonic() < until:
-            silent = {rank for rank in silent if not self._store.check([f"phase{rank}"])}
-            time.sleep(0.05)
-        others = silent or set(range(self.num_ranks)) - {self.rank}
-        phases = {rank: "?" for rank in others}
-        return PeerTimeout(phases, self.timeout_s, f"rank {self.rank} waited in {phase}")
-
-
-_serials: dict[tuple[int, ...], int] = {}
-
-
-def _next_serial(ranks: tuple[int, ...]) -> int:
-    """Memories of one group are made in the same order on every rank; each has keys of its own."""
-    _serials[ranks] = _serials.get(ranks, -1) + 1
-    return _serials[ranks]
+        others = set(range(self.num_ranks)) - {self.rank}
+        where = f"rank {self.rank} waited in {phase}"
+        try:
+            self._store.set(f"phase{self.rank}", phase)
+            if self._store.check(["ended"]):
+                rank, _, reason = self._store.get("ended").decode().partition(" ")
+                return PeerFailure(int(rank), reason)
+            until, silent = time.monotonic() + GRACE_S, others
+            while silent and time.monotonic() < until:
+                silent = {rank for rank in silent if not self._store.check([f"phase{rank}"])}
+                time.sleep(0.05)
+        except (RuntimeError, dist.DistError):
+            where += "; the process that holds the job's store is gone too"
+            silent = set()
+        return PeerTimeout(dict.fromkeys(silent or others, "?"), self.timeout_s, where)
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,8 @@ class LoopbackMemory(SymmetricMemory):
         except (RuntimeError, MemoryError) as error:
             size = self.num_ranks * dtype.itemsize * torch.Size(shape).numel()
             raise CapabilityError(
-                f"no room for {size / 2**30:.2f} GiB on {self.device} ({self.num_ranks} loopback ranks); lower "
-                f"the capacity, the number of ranks or tau: {str(error).splitlines()[0]}"
+                f"no room for {size / 2**30:.2f} GiB on {self.device} ({self.num_ranks} loopback ranks); "
+                f"lower the capacity, the number of ranks or tau: {str(error).splitlines()[0]}"
             ) from error
         return Region(dict(enumerate(stacked)), stacked)
 

@@ -1,8 +1,8 @@
-"""POSIX shared memory between processes of one host: one plain file in /dev/shm for each region, mapped by all.
+"""POSIX shared memory between processes of one host: a plain file in /dev/shm for each region, mapped by all.
 
 A file is created and given its pages by rank 0 (`posix_fallocate` reports a full tmpfs; `ftruncate` would
-succeed and the first write die of SIGBUS), mapped by everyone, and unlinked at once, so nothing is left behind
-by a crash. Barriers are words in a control page: a socket collective costs milliseconds where flags cost
+succeed and the first write die of SIGBUS), mapped by everyone, and unlinked at once, so a crash leaves
+nothing behind. Barriers are words in a control page: a socket collective costs milliseconds where flags cost
 microseconds.
 """
 
@@ -23,24 +23,21 @@ import torch.distributed as dist
 
 from moonep.errors import CapabilityError, MoonEPError, PeerFailure, PeerTimeout
 from moonep.symmetric.base import Region, SymmetricMemory
+from moonep.symmetric.meeting import meet, wait_for
 
 SHM_DIRECTORY = "/dev/shm"
-ALIGNMENT = 64  # bytes; a cache line
 PHASE_BYTES = 64
 REASON_BYTES = 512
 SPINS = 200  # looks at the flags before a waiting rank starts to sleep between looks
 _RUNNING, _FAILED, _TIMED_OUT = 0, 1, 2
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 class SharedMemory(SymmetricMemory):
     """Regions in /dev/shm for the processes of one host.
 
     Args:
-        group: a torch.distributed process group (None: the default one). Used to open files, never for data.
+        group: a torch.distributed process group (None: the default one). Its store serves to open files; no
+            data passes through it.
         timeout_s: longest wait for a peer.
         reason: why this memory was chosen.
         directory: a tmpfs all ranks see.
@@ -59,6 +56,7 @@ class SharedMemory(SymmetricMemory):
         self.group, self.directory = group, directory
         self.rank = dist.get_rank(group)
         super().__init__(dist.get_world_size(group), (self.rank,), "cpu", timeout_s, reason)
+        self._store, self._files = meet(group, timeout_s), 0
         self._epoch = 0
         self._fence = threading.Lock()
         self._gather_words: Region | None = None
@@ -66,14 +64,12 @@ class SharedMemory(SymmetricMemory):
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Region:
         self.check_alive()
-        part = _round_up(dtype.itemsize * torch.Size(shape).numel(), ALIGNMENT)
-        mapped = self._map_file(max(part, ALIGNMENT) * self.num_ranks)
-        elements = part // dtype.itemsize * self.num_ranks
-        flat = (
-            torch.frombuffer(mapped, dtype=dtype, count=elements) if elements else torch.zeros(0, dtype=dtype)
-        )
-        padded = flat.view(self.num_ranks, -1)[:, : torch.Size(shape).numel()]
-        stacked = padded.unflatten(1, tuple(shape)) if shape else padded.squeeze(1)
+        elements = self.num_ranks * torch.Size(shape).numel()
+        if not elements:
+            stacked = torch.zeros((self.num_ranks, *shape), dtype=dtype)
+        else:
+            mapped = self._map_file(elements * dtype.itemsize)
+            stacked = torch.frombuffer(mapped, dtype=dtype, count=elements).view(self.num_ranks, *shape)
         return Region(dict(enumerate(stacked)), stacked)
 
     def barrier(self, phase: str) -> None:
@@ -103,9 +99,6 @@ class SharedMemory(SymmetricMemory):
         self._control.end(self.rank, _FAILED, reason)
         self.fail(PeerFailure(self.rank, reason))
 
-    def close(self) -> None:
-        self._gather_words = None
-
     def _wait(self) -> None:
         arrived, epoch = self._control.arrived, self._epoch
         looks, deadline = 0, time.monotonic() + self.timeout_s
@@ -133,27 +126,33 @@ class SharedMemory(SymmetricMemory):
 
     def _map_file(self, size: int) -> mmap.mmap:
         """A zeroed file of `size` bytes mapped by every rank. Collective; all ranks raise or none."""
-        path, refused, descriptor = "", "", -1
+        serial, self._files = self._files, self._files + 1
+        descriptor = -1
         if self.rank == 0:
             path, descriptor, refused = _create(self.directory, size)
-        message = [path, refused]
-        first = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-        dist.broadcast_object_list(message, src=first, group=self.group)
-        path, refused = message
+            self._store.set(f"file{serial}", f"{path}\n{refused}")
+        (told,) = wait_for(self._store, {0: f"file{serial}"}, self.timeout_s, "making shared memory")
+        path, _, refused = told.partition("\n")
         if refused:
             raise CapabilityError(refused)
-        error: str | None = None
+        error = ""
         try:
             if descriptor < 0:
                 descriptor = os.open(path, os.O_RDWR)
             mapped = mmap.mmap(descriptor, size)
             os.close(descriptor)
         except OSError as problem:
-            error = f"rank {self.rank} cannot map {path} ({problem}); are all ranks on one host? Use memory='collective'"
-        errors: list[str | None] = [None] * self.num_ranks
-        dist.all_gather_object(errors, error, group=self.group)
-        if self.rank == 0:
-            os.unlink(path)
+            error = (
+                f"rank {self.rank} cannot map {path} ({problem}); are all ranks on one host? "
+                "If not, use memory='collective'"
+            )
+        self._store.set(f"mapped{serial}_{self.rank}", error)
+        keys = {rank: f"mapped{serial}_{rank}" for rank in range(self.num_ranks)}
+        try:
+            errors = wait_for(self._store, keys, self.timeout_s, "making shared memory")
+        finally:
+            if self.rank == 0:
+                os.unlink(path)
         problems = [text for text in errors if text]
         if problems:
             raise CapabilityError(problems[0])
@@ -161,7 +160,7 @@ class SharedMemory(SymmetricMemory):
 
 
 class _Control:
-    """The page of flags. Words: arrived [R], then state, rank of the one who ended it; then phases and reason."""
+    """The page of flags: arrived [R], state, the rank that ended it; then phases and a reason."""
 
     def __init__(self, mapped: mmap.mmap, num_ranks: int):
         words = np.frombuffer(mapped, dtype=np.int64, count=8 * (num_ranks + 2))
@@ -222,8 +221,8 @@ def _create(directory: str, size: int) -> tuple[str, int, str]:
         return (
             "",
             -1,
-            f"shared memory is too small: {size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free in {directory}; "
-            f"enlarge it (mount -o remount,size={_round_up(size + free, 2**30) >> 29}G {directory}; docker run "
-            "--shm-size=8g), lower the tokens of a micro-batch, or use memory='collective' "
+            f"shared memory is too small: {size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free in "
+            f"{directory}; enlarge it (mount -o remount,size={-(-2 * (size + free) // 2**30)}G {directory}; "
+            "docker run --shm-size=8g), lower the tokens of a micro-batch, or use memory='collective' "
             "(parallel.memory=collective)",
         )

@@ -116,5 +116,5 @@ def _main(
         answer = (False, traceback.format_exc())
     # By value: torch would send handles that end with this process.
     connection.send_bytes(pickle.dumps(answer))
-    # The store lives in rank 0: leave together where all are well.
-    time.sleep(0.2 if rank == 0 else 0)
+    # Rank 0 holds the store and others may still need it: the parent ends all of them together.
+    time.sleep(600)

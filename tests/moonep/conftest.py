@@ -1,0 +1,8 @@
+"""Helpers of other test folders by plain import."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
