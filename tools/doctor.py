@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -180,6 +181,21 @@ def check_shared_memory() -> list[Finding]:
     return [Finding("shared memory", OK, found)]
 
 
+def check_memory() -> list[Finding]:
+    """What `parallel.memory=auto` uses for the expert-parallel ranks of this host."""
+    import torch
+
+    from moonep.symmetric.shm import SHM_DIRECTORY
+
+    between_hosts = "between hosts always collective"
+    if torch.cuda.is_available():
+        return [Finding("expert memory", OK, f"cuda: GPUs write into each other's memory; {between_hosts}")]
+    if sys.platform == "linux" and os.access(SHM_DIRECTORY, os.W_OK):
+        return [Finding("expert memory", OK, f"shm: files in {SHM_DIRECTORY}; {between_hosts}")]
+    advice = f"{SHM_DIRECTORY} cannot be used, so tokens pass through gloo: slower, same results"
+    return [Finding("expert memory", NOTE, "collective", advice)]
+
+
 def check_compiler() -> list[Finding]:
     """Triton compiles a small launcher in C for each GPU kernel; the CPU path compiles nothing."""
     import torch
@@ -244,6 +260,7 @@ CHECKS: list[Callable[[], list[Finding]]] = [
     check_kernels_name,
     _guarded(check_gpus),
     check_shared_memory,
+    _guarded(check_memory),
     _guarded(check_compiler),
     check_writable,
 ]

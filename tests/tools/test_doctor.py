@@ -45,6 +45,14 @@ def test_shared_memory(monkeypatch, free, status, said):
     assert finding.status == status and said in finding.advice
 
 
+def test_memory_of_expert_parallel_ranks(monkeypatch):
+    for gpu, writable, said in [(True, True, "cuda"), (False, True, "shm"), (False, False, "collective")]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(doctor.os, "access", lambda path, mode, writable=writable: writable)
+        (finding,) = doctor.check_memory()
+        assert finding.found.startswith(said) and bool(finding.advice) == (said == "collective")
+
+
 def test_a_driver_that_torch_cannot_use_is_a_gap(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
