@@ -69,7 +69,7 @@ def one_rank_traffic(groups: int, rows: int, tile_rows: int) -> Traffic:
 
 def predict_products(point: ProductPoint, hardware: Hardware, precision: str) -> tuple[float, float]:
     """(forward, backward) seconds the model gives for a measured grouped FFN, launched by Python."""
-    shape = LayerShape(point.hidden, point.ffn_hidden, precision=precision)
+    shape = LayerShape(point.hidden, point.ffn_hidden, precision=precision, recompute=False)
     traffic = one_rank_traffic(point.groups, point.rows, hardware.tile_rows)
     forward, backward = (float(products_seconds(traffic, shape, hardware, b)[0]) for b in (False, True))
     launch = hardware.eager_launch_us * 1e-6

@@ -123,7 +123,7 @@ class LayerConfig:
     payload: str | None = None  # of dispatched rows; null: as precision
     copy_payload: str | None = None  # of copied weights; null: as precision
     grad_bytes: float = 4.0
-    recompute: bool = False
+    recompute: bool = True  # as this project's runtime; false: rows and gate, up are kept for backward
     overlap: bool = False
     in_graph: bool = True
 

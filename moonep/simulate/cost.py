@@ -36,7 +36,9 @@ class LayerShape:
     combine_payload: str = "bf16"  # of returned rows
     copy_payload: str = "bf16"  # of copied expert weights
     grad_bytes: float = 4.0  # of one returned weight gradient
-    recompute: bool = False  # gate and up products done again in backward
+    recompute: bool = (
+        True  # as the runtime does: nothing of a row is kept, backward sends rows and computes again
+    )
     overlap: bool = False  # copies and gradient return hidden behind the products where they fit
     in_graph: bool = True  # launches from a CUDA graph
 
@@ -129,7 +131,8 @@ def _sync(ranks: int, hardware: Hardware) -> float:
     if ranks == 1:
         return 0.0
     spans = ranks > hardware.domain_size * hardware.ranks_per_device
-    return (hardware.barrier_us + (hardware.network_latency_us if spans else 0.0)) * 1e-6
+    host = hardware.exchange_us * hardware.ranks_per_device
+    return (hardware.barrier_us + host + (hardware.network_latency_us if spans else 0.0)) * 1e-6
 
 
 def _dispatch(traffic: Traffic, shape: LayerShape, hardware: Hardware, payload: str) -> float:
@@ -211,7 +214,8 @@ def layer_time(
         products=forward,
         combine=_combine(traffic, shape, hardware, shape.combine_payload),
         # The gradient of combine travels as dispatch does, and the other way round.
-        dispatch_backward=_dispatch(traffic, shape, hardware, shape.combine_payload),
+        dispatch_backward=_dispatch(traffic, shape, hardware, shape.combine_payload)
+        + (_dispatch(traffic, shape, hardware, shape.payload) if shape.recompute else 0.0),
         copies_backward=copies,
         products_backward=backward,
         combine_backward=_combine(traffic, shape, hardware, shape.combine_payload),

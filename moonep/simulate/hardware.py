@@ -36,6 +36,7 @@ class Hardware:
     launch_us: float = 3.0  # a kernel inside a CUDA graph
     eager_launch_us: float = 12.0  # a kernel launched by Python
     barrier_us: float = 10.0  # a barrier of a domain
+    exchange_us: float = 0.0  # of an exchange beyond barrier, launches and bytes (host work)
     network_latency_us: float = 30.0  # an exchange between domains, bytes excluded
     group_us: float = 0.15  # a group (expert) of a grouped product, beyond its rows and weights
     tile_rows: int = 64  # rows of a group are computed in whole tiles

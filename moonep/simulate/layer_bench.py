@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +35,17 @@ class LayerCase:
         return f"layer {sizes} sigma={self.sigma:g} {self.policy}"
 
 
-def run_case(case: LayerCase, bench: Bench, precision: str, tile_rows: int) -> LayerPoint:
+def run_case(case: LayerCase, bench: Bench, precision: str, tile_rows: int, virtual: int = 0) -> LayerPoint:
     """Builds the layer, forces the routing, times forward and forward + backward (slowest rank, least of
-    repeats)."""
-    from moonep.experts import MoonEPExperts
+    repeats).
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    Args:
+        virtual: ranks this process plays on its one device (0: the process group's own).
+    """
+    from moonep import MoonEPExperts
+    from moonep.symmetric import LoopbackGroup
+
+    ranks = virtual or dist.get_world_size()
     bound = make_workload("lognormal", sigma=case.sigma).bind(ranks, case.num_experts, case.top_k, seed=0)
     all_ids = [bound.token_choices(0, 0, r, case.tokens) for r in range(ranks)]
     layer = MoonEPExperts(
@@ -48,33 +54,35 @@ def run_case(case: LayerCase, bench: Bench, precision: str, tile_rows: int) -> L
         case.ffn_hidden,
         case.top_k,
         case.tokens,
+        group=LoopbackGroup(ranks) if virtual else None,
         policy=case.policy,
         dtype=bench.dtype,
         device=bench.device,
     )
-    ids = torch.from_numpy(all_ids[rank]).to(bench.device)
-    x = torch.randn(case.tokens, case.hidden, device=bench.device).to(bench.dtype).requires_grad_()
-    weights = torch.full((case.tokens, case.top_k), 1 / case.top_k, device=bench.device)
+    mine = range(ranks) if virtual else [dist.get_rank()]
+    ids = [torch.from_numpy(all_ids[r]).to(bench.device) for r in mine]
+    x = [
+        torch.randn(case.tokens, case.hidden, device=bench.device).to(bench.dtype).requires_grad_()
+        for _ in mine
+    ]
+    weights = [torch.full((case.tokens, case.top_k), 1 / case.top_k, device=bench.device) for _ in mine]
     with torch.no_grad():
-        forward = _timed(bench, lambda: layer(x, ids, weights))
+        forward = _timed(bench, lambda: layer(x, ids, weights), bool(virtual))
 
     def both() -> None:
-        x.grad = None
-        for parameter in layer.parameters():
-            parameter.grad = None
-        layer(x, ids, weights).sum().backward()
+        for leaf in (*x, *layer.parameters()):
+            leaf.grad = None
+        torch.stack([y.sum() for y in layer(x, ids, weights)]).sum().backward()
 
-    total = _timed(bench, both)
-    close = getattr(layer, "destroy", None)
-    if close is not None:
-        close()
+    total = _timed(bench, both, bool(virtual))
     return _point(case, all_ids, precision, tile_rows, forward, total)
 
 
-def _timed(bench: Bench, work: Any) -> float:
-    """Seconds of a collective call: the slowest rank, least of the repeats."""
-    import time
-
+def _timed(bench: Bench, work: Callable[[], object], alone: bool) -> float:
+    """Seconds of a call; over the process group: of the slowest rank, all starting together. Least of the
+    repeats."""
+    if alone:
+        return bench.seconds(work)
     for _ in range(2):
         work()
     best = float("inf")

@@ -103,8 +103,10 @@ def calibrate(config: CalibrateConfig) -> Calibrated:
     points = _products(config, bench, precision, rank)
     hardware = fit_products(hardware, points, precision)
     layers: list[LayerPoint] = []
-    if config.layers and ranks > 1:
-        hardware, layers = _layers(config, bench, precision, hardware, notes, rank)
+    virtual = config.ranks if ranks == 1 and config.ranks > 1 else 0
+    if config.layers and (ranks > 1 or virtual):
+        hardware = dataclasses.replace(hardware, ranks_per_device=max(virtual, 1))
+        hardware, layers = _layers(config, bench, precision, hardware, rank, virtual)
     hardware = dataclasses.replace(hardware, sources=_sources(hardware, notes))
     return Calibrated(hardware, describe_machine(), precision, points, layers, notes)
 
@@ -161,14 +163,10 @@ def _products(config: CalibrateConfig, bench: Bench, precision: str, rank: int) 
 
 
 def _layers(
-    config: CalibrateConfig, bench: Bench, precision: str, hardware: Hardware, notes: list[str], rank: int
+    config: CalibrateConfig, bench: Bench, precision: str, hardware: Hardware, rank: int, virtual: int
 ) -> tuple[Hardware, list[LayerPoint]]:
-    """Whole layers of the runtime, and the exchange's figures fitted to them."""
-    try:
-        import moonep.experts  # noqa: F401
-    except ImportError as error:
-        notes.append(f"layers not measured: {error}")
-        return hardware, []
+    """Whole layers of the runtime, and the exchange's figures fitted to them. Virtual ranks exchange in the
+    device's own memory, so there the copy rate is what an exchange reaches of it."""
     cuda = bench.cuda
     hidden = (config.hidden or ([1024, 3584] if cuda else [64, 256]))[-1]
     ffn = (config.ffn_hidden or ([1024, 3072] if cuda else [128, 512]))[-1]
@@ -181,9 +179,14 @@ def _layers(
         for policy in ("static", "bounded")
     ]
     shown = progress(cases, len(cases), "layers") if rank == 0 else iter(cases)
-    points = [run_case(case, bench, precision, hardware.tile_rows) for case in shown]
-    fitted = fit_layers(hardware, points, ("link_gb_s", "barrier_us", "eager_launch_us", "plan_us"))
-    return dataclasses.replace(fitted, measured=[*hardware.measured, "plan_us"]), points
+    points = [run_case(case, bench, precision, hardware.tile_rows, virtual) for case in shown]
+    figures = ("hbm_gb_s", "exchange_us", "plan_us") if virtual else LAYER_FIGURES
+    # The fit moves no figure by more than a factor of 50, so an unknown host cost starts at a likely size.
+    fitted = fit_layers(dataclasses.replace(hardware, exchange_us=100.0), points, figures)
+    return dataclasses.replace(fitted, measured=[*hardware.measured, "plan_us", "exchange_us"]), points
+
+
+LAYER_FIGURES = ("link_gb_s", "hbm_gb_s", "exchange_us", "plan_us")
 
 
 def _sources(hardware: Hardware, notes: list[str]) -> dict[str, str]:

@@ -8,7 +8,9 @@ fp32:
     gradients    4 P in fp32 (sharded over the repeats under ZeRO-2)
     optimizer    bf16: 12 P (fp32 master, two moments); fp32: 8 P, and 4 P of master under ZeRO; sharded under
     ZeRO-1, 2 activations  what autograd keeps for backward (`saved_values`), of every micro-batch in flight
-    shard        rows received by the experts, their results and what passes between the products
+    shard        rows received by the experts, their gradients and what passes between the products, shared by
+    all
+                 layers: the runtime keeps no row, backward sends and computes them again
     pools        copied experts, weights and fp32 gradients, shared by all layers
 """
 
@@ -117,7 +119,7 @@ def saved_values(config: K3Config, device: str = "cuda") -> dict[str, float]:
         "mla": 4 * config.mla_num_heads * wide + 3 * values + 2 * config.q_lora_rank + 2 * config.kv_lora_rank
         + config.qk_rope_head_dim,
         "dense": gated * config.dense_ffn_size,
-        "moe": gated * shared + 2 * config.latent_size + config.num_experts + 12 * config.top_k,
+        "moe": gated * shared + 3 * config.latent_size + config.num_experts + 12 * config.top_k,
         "ends": 2.5 * d,
     }  # fmt: skip
 
@@ -130,7 +132,6 @@ class TrainingMemory:
     gradients: float
     optimizer: float
     activations: float
-    expert_rows: float  # kept for backward by the expert layers
     shard: float
     pools: float
     logits: float
@@ -172,10 +173,7 @@ def training_memory(config: K3Config, setup: TrainingSetup, device: str = "cuda"
     shard_gradients = setup.zero == 2
     layers = math.ceil(config.num_layers / setup.pp)
     moe_layers = math.ceil(len(config.moe_layers) / setup.pp)
-    shape = LayerShape(
-        config.latent_size, config.expert_ffn_size, precision=setup.precision, copy_payload=setup.precision,
-        recompute=setup.recompute,
-    )  # fmt: skip
+    shape = expert_shape(config, setup)
     rows, slots = reserved_rows(
         num_ranks=setup.ep,
         num_experts=config.num_experts,
@@ -192,7 +190,6 @@ def training_memory(config: K3Config, setup: TrainingSetup, device: str = "cuda"
         copies_held=slots,
         rows_reserved=rows,
         rows_peak=rows,
-        saved_bytes_per_row=_row_values(config, setup, device) * width,
     )
     in_flight = min(
         setup.pp, setup.accumulation
@@ -203,18 +200,11 @@ def training_memory(config: K3Config, setup: TrainingSetup, device: str = "cuda"
         * (dense / (repeats if shard_gradients else 1) + experts / (setup.edp if shard_gradients else 1)),
         optimizer=_optimizer_bytes(setup, dense, repeats) + _optimizer_bytes(setup, experts, setup.edp),
         activations=_activation_values(config, setup, layers, device) * setup.tokens * width * in_flight,
-        expert_rows=expert.saved_reserved * in_flight,
-        shard=expert.shard_reserved,
+        # One layer's expert gradients in fp32 pass on their way to the accumulator.
+        shard=expert.shard_reserved + 4.0 * shape.expert_parameters * (config.num_experts // setup.ep),
         pools=expert.pools,
         logits=min(setup.tokens, 4096) * config.vocab_size * 4.0 * 2 / 16,
     )
-
-
-def _row_values(config: K3Config, setup: TrainingSetup, device: str) -> float:
-    """Values an expert layer keeps of each routed row: the row and its result, and what lies between unless
-    it is computed again."""
-    kept = 0.0 if setup.recompute else SITU_SAVED[device] * config.expert_ffn_size
-    return 2 * config.latent_size + kept
 
 
 def _activation_values(config: K3Config, setup: TrainingSetup, layers: int, device: str) -> float:
@@ -229,7 +219,7 @@ def _activation_values(config: K3Config, setup: TrainingSetup, layers: int, devi
     # Checkpointed regions keep their inputs: two running sums, the latent input and output of the experts.
     # One layer
     # at a time is recomputed in full.
-    kept = 2 * config.hidden_size + moe_share * (2 * config.latent_size + 12 * config.top_k)
+    kept = 2 * config.hidden_size + moe_share * (3 * config.latent_size + 12 * config.top_k)
     working = (
         saved["residual"]
         + max(saved["mla"], saved["kda"])
@@ -300,7 +290,6 @@ def expert_shape(config: K3Config, setup: TrainingSetup, **changes: object) -> L
         payload=precision,
         combine_payload=precision,
         copy_payload=precision,
-        recompute=setup.recompute,
         overlap=setup.overlap,
     )
     return replace(shape, **changes)  # type: ignore[arg-type]
