@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moonep.buffer import Buffer
 from moonep.errors import (
     CapabilityError,
     CheckpointError,
@@ -16,15 +17,18 @@ from moonep.errors import (
 from moonep.experts import MoonEPExperts
 from moonep.plan import Plan
 from moonep.planning import check_allocation, plan_allocation, register_policy
+from moonep.pools import ExpertPools
 from moonep.quantile import NoBalancer, QuantileBalancer, SignBalancer
 from moonep.symmetric import LoopbackGroup
 
 __all__ = [
+    "Buffer",
     "CapabilityError",
     "CheckpointError",
     "ConfigError",
     "ContractError",
     "DataError",
+    "ExpertPools",
     "LoopbackGroup",
     "MoonEPError",
     "MoonEPExperts",
