@@ -2,14 +2,14 @@
 
 Bytes are counted from the plan, not assumed. `moved` is what the steps must read and write as they are built
 (a row that arrived is read once more to be replicated); `floor` is every input read once and every output
-written once, whatever the method.
+written once, whatever the method. Of combine `moved` adds the partial sums, written by one rank and read by
+another.
 
 Shapes: R ranks, s tokens of a rank, K top-k, H width, NvS rows of a shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,29 +79,25 @@ class Exchange:
         self.counts = self.histograms()
         self.tables = self.plan()
         self.targets = self.destinations()
-        self.y = torch.empty(R, self.geometry.shard_rows, sizes.hidden, dtype=dtype, device=device)
         self.out = torch.empty_like(self.x)
         self._make_regions(dtype)
-        self.fill_outputs(generator)
+        self.y = self.regions["rows"]  # experts write their outputs over their inputs
 
     def _make_regions(self, dtype: torch.dtype) -> None:
         R, sizes = self.sizes.ranks, self.sizes
-        shapes = transfer.region_shapes(
-            self.geometry.shard_rows, sizes.top_k, R, sizes.tokens, sizes.hidden
-        )
-        dtypes = {"weights": torch.float32, "lists": torch.int32, "origins": torch.int64, "control": torch.int64}
+        shapes = transfer.region_shapes(self.geometry.shard_rows, sizes.top_k, R, sizes.tokens, sizes.hidden)
+        dtypes = {
+            "weights": torch.float32,
+            "lists": torch.int32,
+            "origins": torch.int64,
+            "control": torch.int64,
+        }
         self.regions = {
             name: torch.zeros(R, *shape, dtype=dtypes.get(name, dtype), device=self.device)
             for name, shape in shapes.items()
         }
         addresses = transfer.region_addresses([addresses_of(r) for r in self.regions.values()])
         self.shards = transfer.Shards(addresses, self.geometry.shard_rows, sizes.top_k, played=R)
-
-    def fill_outputs(self, generator: torch.Generator) -> None:
-        """Random rows where the plan has rows; tails are poisoned, for no step may read them."""
-        self.y.fill_(float("nan"))
-        for rank, used in enumerate(self.used_rows):
-            self.y[rank, :used].normal_(generator=generator)
 
     @cached_property
     def used_rows(self) -> list[int]:
@@ -155,11 +151,9 @@ class Exchange:
         transfer.replicate(self.shards, tables.offsets, self.row_bytes)
 
     def combine(self) -> None:
-        kind = self.regions["partials"].dtype
-        transfer.presum(self.shards, self.y, self.tables.offsets, weighted=True, partial_dtype=kind)
-        transfer.final_sum(
-            self.shards, self.y, self.targets, weighted=True, partial_dtype=kind, out=self.out
-        )
+        options = {"weighted": True, "partial_dtype": self.regions["partials"].dtype, "direct": True}
+        transfer.presum(self.shards, self.y, self.tables.offsets, **options)
+        transfer.final_sum(self.shards, self.y, self.targets, out=self.out, **options)
 
     @property
     def row_bytes(self) -> int:
@@ -167,19 +161,18 @@ class Exchange:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """How many rows: tokens, entries, those on the token's own rank, first ones on other ranks, those of
-        which more follow, padding.
+        """How many rows: tokens, entries, first ones of a token on another rank, those of them that are not the
+        only ones, padding.
         """
         targets, sizes = self.targets, self.sizes
         plain = torch.where(targets < 0, -targets - 1, targets)
         rank = torch.arange(sizes.ranks, device=targets.device)[:, None, None]
         receiver = plain // self.geometry.shard_rows
-        local, remote = receiver == rank, (receiver != rank) & (targets >= 0)
+        remote = (receiver != rank) & (targets >= 0)
         same = (receiver[..., :, None] == receiver[..., None, :]).sum(-1)
         return {
             "tokens": sizes.ranks * sizes.tokens,
             "entries": targets.numel(),
-            "local": int(local.sum()),
             "crossing": int(remote.sum()),
             "replicated": int((remote & (same > 1)).sum()),
             "padding": sum(self.used_rows) - targets.numel(),
@@ -195,7 +188,7 @@ class Exchange:
     def combine_traffic(self) -> Traffic:
         n = self.rows
         floor = n["tokens"] + n["entries"]
-        return Traffic((floor + 2 * n["crossing"]) * self.row_bytes, floor * self.row_bytes)
+        return Traffic((floor + 2 * n["replicated"]) * self.row_bytes, floor * self.row_bytes)
 
     def check_dispatch(self) -> str:
         """Rows bitwise, padding zero, weights; "" or what is wrong. Poisons the shard first."""
@@ -218,7 +211,12 @@ class Exchange:
         return "" if not rest.nan_to_num(0).any() else "padding is not zero"
 
     def check_combine(self) -> str:
-        """Against fp32 sums of whole columns; the records must be those of a dispatch."""
+        """Against fp32 sums of whole columns, on random outputs; the records must be those of a dispatch. Tails
+        are poisoned, for no step may read them.
+        """
+        self.y.fill_(float("nan"))
+        for rank, used in enumerate(self.used_rows):
+            self.y[rank, :used].normal_()
         self.regions["partials"].fill_(float("nan"))
         self.out.fill_(float("nan"))
         self.combine()
@@ -261,6 +259,10 @@ class Copies:
     def copied(self) -> tuple[int, int]:
         """(copies, experts that have any)."""
         return int(self.holders.counts.sum()), int((self.holders.counts > 0).sum())
+
+    def describe(self) -> str:
+        copies, experts = self.copied
+        return f"{copies} copies of {experts} experts, {self.parts} projections"
 
     def push(self) -> None:
         size = self.elements * self.dtype.itemsize
@@ -307,11 +309,13 @@ class Copies:
 
     def check_give_back(self) -> str:
         """Of one part: bit for bit the same additions in torch."""
-        expected = self.home[0].clone()
+        expected: dict[tuple[int, int], torch.Tensor] = {}
         for rank, slot, home, expert in self._each_copy():
-            expected[home, expert] += self.pool[0][rank, slot]
+            total = expected.setdefault((home, expert), self.home[0][home, expert].clone())
+            total += self.pool[0][rank, slot]
         self.give_back()
-        return "" if torch.equal(expected, self.home[0]) else "gradients differ from the sum in torch"
+        same = all(torch.equal(total, self.home[0][place]) for place, total in expected.items())
+        return "" if same else "gradients differ from the sum in torch"
 
 
 class TorchPermutation:
@@ -338,6 +342,3 @@ class TorchPermutation:
         tokens, top_k = self.ids.shape
         rows = self.rows.index_select(0, self.inverse).view(tokens, top_k, -1)
         return torch.bmm(self.weights[:, None], rows)[:, 0]
-
-
-Step = Callable[[], object]

@@ -2,7 +2,9 @@
 
 All sums run in fp32 (fp64 for fp64 rows), in the order of the token's entries k, so results are bitwise
 repeatable. `presum_kernel` pushes the partial sums; after a barrier `final_sum_kernel` adds them to the rows the
-token has on its own rank. See memory.py for regions and shapes.
+token has on its own rank. Where the outputs lie in the shard itself (`DIRECT`), a token's only row on another
+rank needs no sum there: it is read from the peer by the final sum, which saves a write and a read. See memory.py
+for regions and shapes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from kernels.exchange.memory import (
     LISTS,
     ORIGINS,
     PARTIALS,
+    ROWS,
     WEIGHTS,
     decode,
     is_aborted,
@@ -36,13 +39,14 @@ def presum_kernel(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    DIRECT: tl.constexpr,
     SUM: tl.constexpr,
     PARTIAL: tl.constexpr,
     CONTROLLED: tl.constexpr,
 ):
     """Program (row, rank): if the row stands for a token of another rank, sums the token's rows and sends the sum.
 
-    y [n, NvS, H]: the experts' outputs, in the places their inputs have in the shard.
+    y [n, NvS, H]: the experts' outputs, in the places their inputs have in the shard (the shard itself if DIRECT).
     """
     row = tl.program_id(0)
     played = tl.program_id(1)
@@ -51,7 +55,8 @@ def presum_kernel(
         return
     if row < tl.load(offsets_ptr + rank * groups + groups - 1):
         origin = tl.load(region(addresses, ORIGINS, R, rank, tl.int64) + row)
-        if origin >= 0:
+        least = DUPLICATED if DIRECT else 0
+        if (origin >= 0) & (origin >= least):
             origin &= DUPLICATED - 1
             slot = origin & 0xFFFFFFFF
             out = region(addresses, PARTIALS, R, (origin >> 32).to(tl.int32), PARTIAL) + slot * H
@@ -71,6 +76,18 @@ def presum_kernel(
                 tl.store(out + h, total.to(PARTIAL), h < H)
 
 
+@triton.jit
+def only_rows(targets_ptr, NvS, K: tl.constexpr, K_PAD: tl.constexpr, WIDE: tl.constexpr):
+    """Bit k is set where entry k is the token's only one on its rank."""
+    k = tl.arange(0, K_PAD)
+    target = tl.load(targets_ptr + k, k < K, other=ABSENT)
+    receiver, _ = decode(target, NvS, WIDE)
+    present = target != ABSENT
+    same = (receiver[:, None] == receiver[None, :]) & present[None, :]
+    single = present & (tl.sum(same.to(tl.int32), 1) == 1)
+    return tl.sum(single.to(tl.int32) << k, 0)
+
+
 @triton.jit(do_not_specialize=["s", "NvS", "R", "first_rank", "J"])
 def final_sum_kernel(
     addresses,
@@ -83,17 +100,20 @@ def final_sum_kernel(
     first_rank,
     J,
     K: tl.constexpr,
+    K_PAD: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    DIRECT: tl.constexpr,
     SUM: tl.constexpr,
     PARTIAL: tl.constexpr,
     WIDE: tl.constexpr,
     CONTROLLED: tl.constexpr,
 ):
-    """Program (token, rank): the token's own rows and the partial sums sent for it, in the order of k.
+    """Program (token, rank): the rows the token has here or alone elsewhere, and the partial sums sent for it, in
+    the order of k.
 
-    y [n, NvS, H]; targets [n, s, K]; out [n, s, H].
+    y [n, NvS, H], not read if DIRECT; targets [n, s, K]; out [n, s, H].
     """
     token = tl.program_id(0)
     played = tl.program_id(1)
@@ -103,8 +123,10 @@ def final_sum_kernel(
     at = played.to(tl.int64) * s + token
     targets_ptr += at * K
     y_ptr += played.to(tl.int64) * NvS * H
-    weights = region(addresses, WEIGHTS, R, rank, tl.float32)
     partials = region(addresses, PARTIALS, R, rank, PARTIAL) + token.to(tl.int64) * J * H
+    single = 0
+    if DIRECT:
+        single = only_rows(targets_ptr, NvS, K, K_PAD, WIDE)
     for start in range(0, H, BLOCK):
         h = start + tl.arange(0, BLOCK)
         inside = h < H
@@ -113,20 +135,24 @@ def final_sum_kernel(
         for k in tl.static_range(K):
             target = tl.load(targets_ptr + k)
             receiver, row = decode(target, NvS, WIDE)
-            local = (receiver == rank) & (target != ABSENT)
-            sent = (receiver != rank) & (target >= 0)
-            own = y_ptr + row.to(tl.int64) * H
+            read = ((receiver == rank) | ((single >> k) & 1 == 1)) & (target != ABSENT)
+            sent = (target >= 0) & (read == 0)
+            if DIRECT:
+                own = region(addresses, ROWS, R, receiver, y_ptr.dtype.element_ty) + row.to(tl.int64) * H
+            else:
+                own = y_ptr + row.to(tl.int64) * H
             weight = 1.0
             if WEIGHTED:
-                weight = tl.load(weights + row, local, other=1).to(SUM)
+                weights = region(addresses, WEIGHTS, R, receiver, tl.float32)
+                weight = tl.load(weights + row, read, other=1).to(SUM)
             if PARTIAL == y_ptr.dtype.element_ty:
                 # One load serves both kinds of entries: half the registers.
-                place = tl.multiple_of(tl.where(local, own, partials + slot * H), 16)
-                total += tl.load(place + h, inside & (local | sent), other=0).to(SUM) * weight
+                place = tl.multiple_of(tl.where(read, own, partials + slot * H), 16)
+                total += tl.load(place + h, inside & (read | sent), other=0).to(SUM) * weight
             else:
-                total += tl.load(own + h, inside & local, other=0).to(SUM) * weight
+                total += tl.load(own + h, inside & read, other=0).to(SUM) * weight
                 total += tl.load(partials + slot * H + h, inside & sent, other=0).to(SUM)
-            slot += sent.to(tl.int32)
+            slot += ((target >= 0) & (receiver != rank)).to(tl.int32)
         tl.store(out_ptr + at * H + h, total.to(out_ptr.dtype.element_ty), inside)
 
 

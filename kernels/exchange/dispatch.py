@@ -95,7 +95,9 @@ def zero_padding(
     RECORDS: tl.constexpr,
 ):
     """Rows of a group from its last real one to its padded end: zero, weight 0, no origin."""
-    begin = tl.load(offsets_ptr + group - 1, group > 0, other=0) + tl.load(group_rows_ptr + group).to(tl.int32)
+    begin = tl.load(offsets_ptr + group - 1, group > 0, other=0) + tl.load(group_rows_ptr + group).to(
+        tl.int32
+    )
     end = tl.load(offsets_ptr + group)
     place = region(addresses, ROWS, R, rank, tl.int32) + (begin + lane).to(tl.int64) * WORDS
     for row in range(begin + lane, end, LANES):

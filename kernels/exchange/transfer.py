@@ -21,7 +21,7 @@ REGIONS = 6  # rows, weights, origins, lists, partials, control: see kernels/exc
 ABSENT = -(1 << 62)  # destination of an entry that does not exist (a rank with fewer tokens than the others)
 MAX_BLOCK_WORDS = 4096  # a row up to 16 KB is read by one program in one go: 128 threads, 8 x 16 bytes each
 TILE_WORDS = 4096
-COPY_PROGRAMS = 1056  # of copies and gradients, in all: 8 for each multiprocessor of an H200
+COPY_PROGRAMS = 1056  # of a rank's copies and gradients: 8 for each multiprocessor of an H200
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _row_launch(words: int) -> tuple[int, int]:
 def _sum_launch(width: int, element_size: int) -> tuple[int, int]:
     """(elements, warps) of the summing kernels: two 16-byte loads a thread for each of a token's rows."""
     vector = 16 // element_size
-    threads = max(32, min(128, _power_of_two(-(-width // (2 * vector)))))
+    threads = max(32, min(64, _power_of_two(-(-width // (2 * vector)))))
     return threads * 2 * vector, threads // 32
 
 
@@ -200,7 +200,13 @@ def replicate(shards: Shards, offsets: torch.Tensor, row_bytes: int) -> None:
 
 
 def presum(
-    shards: Shards, y: torch.Tensor, offsets: torch.Tensor, *, weighted: bool, partial_dtype: torch.dtype
+    shards: Shards,
+    y: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    weighted: bool,
+    partial_dtype: torch.dtype,
+    direct: bool = False,
 ) -> None:
     """Sums, on the rank that computed them, the rows `y [n, NvS, H]` of each token of another rank, and sends
     the sum.
@@ -208,6 +214,8 @@ def presum(
     Args:
         weighted: multiply each row by its route weight (region WEIGHTS).
         partial_dtype: of the region PARTIALS.
+        direct: `y` is the region ROWS of the played ranks; a token's only row here is then left to `final_sum`,
+            which reads it from its place. Give both the same value.
     """
     from kernels.exchange.combine import presum_kernel
 
@@ -225,6 +233,7 @@ def presum(
         H=width,
         BLOCK=block,
         WEIGHTED=weighted,
+        DIRECT=direct,
         SUM=_sum_dtype(y.dtype),
         PARTIAL=_triton_dtype(partial_dtype),
         CONTROLLED=shards.controlled,
@@ -239,9 +248,13 @@ def final_sum(
     *,
     weighted: bool,
     partial_dtype: torch.dtype,
+    direct: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`[n, s, H]`: each token's rows on its own rank plus the partial sums of other ranks, in the order of k."""
+    """`[n, s, H]`: each token's rows on its own rank plus the partial sums of other ranks, in the order of k.
+
+    direct: as given to `presum`.
+    """
     from kernels.exchange.combine import final_sum_kernel
 
     (n, s, _), width = targets.shape, y.shape[-1]
@@ -261,9 +274,11 @@ def final_sum(
         shards.first_rank,
         shards.partials_of_token,
         K=shards.top_k,
+        K_PAD=_power_of_two(shards.top_k),
         H=width,
         BLOCK=block,
         WEIGHTED=weighted,
+        DIRECT=direct,
         SUM=_sum_dtype(y.dtype),
         PARTIAL=_triton_dtype(partial_dtype),
         WIDE=shards.wide,
@@ -384,8 +399,7 @@ def push_copies(
 
     if part_bytes % 16:
         raise ValueError(f"an expert's part has {part_bytes} bytes; it must be a multiple of 16")
-    programs = max(COPY_PROGRAMS // shards.played, 1)
-    push_copies_kernel[(programs, shards.played)](
+    push_copies_kernel[(COPY_PROGRAMS, shards.played)](
         shards.addresses,
         home,
         pool,
@@ -398,7 +412,7 @@ def push_copies(
         holders.slots,
         shards.first_rank,
         part_bytes // 16,
-        programs,
+        COPY_PROGRAMS,
         PARTS=home.shape[1],
         BLOCK=TILE_WORDS,
         CONTROLLED=shards.controlled,
@@ -423,8 +437,7 @@ def return_gradients(
 
     if part_elements % 8:
         raise ValueError(f"an expert's part has {part_elements} elements; it must be a multiple of 8")
-    programs = max(COPY_PROGRAMS // shards.played, 1)
-    return_gradients_kernel[(programs, shards.played)](
+    return_gradients_kernel[(COPY_PROGRAMS, shards.played)](
         shards.addresses,
         home,
         pool,
@@ -437,9 +450,9 @@ def return_gradients(
         holders.slots,
         shards.first_rank,
         part_elements // 8,
-        programs,
+        COPY_PROGRAMS,
         PARTS=home.shape[1],
-        BLOCK=TILE_WORDS // 2,
+        BLOCK=TILE_WORDS,
         HOME=_triton_dtype(home_dtype),
         SLOT=_triton_dtype(slot_dtype),
         SUM=_sum_dtype(home_dtype),

@@ -32,9 +32,7 @@ class Ranks:
     def run(self, ranks: range, *, arrive: bool, wait: bool, polls: int = 5) -> None:
         shards = transfer.Shards(self.addresses, 8, 1, first_rank=ranks.start, played=len(ranks))
         part = slice(ranks.start, ranks.stop)
-        transfer.barrier(
-            shards, self.epochs[part], self.status[part], PHASE, polls, arrive=arrive, wait=wait
-        )
+        transfer.barrier(shards, self.epochs[part], self.status[part], PHASE, polls, arrive=arrive, wait=wait)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])

@@ -35,10 +35,10 @@ def outputs(case: Case) -> torch.Tensor:
     return y.to(rows.dtype).to(DEVICE)
 
 
-def combine(case: Case, y: torch.Tensor, weighted: bool) -> torch.Tensor:
-    kind = case.regions["partials"].dtype
-    transfer.presum(case.shards, y, case.offsets, weighted=weighted, partial_dtype=kind)
-    return transfer.final_sum(case.shards, y, case.targets, weighted=weighted, partial_dtype=kind)
+def combine(case: Case, y: torch.Tensor, weighted: bool, direct: bool = False) -> torch.Tensor:
+    options = dict(weighted=weighted, partial_dtype=case.regions["partials"].dtype, direct=direct)
+    transfer.presum(case.shards, y, case.offsets, **options)
+    return transfer.final_sum(case.shards, y, case.targets, **options)
 
 
 def reference(case: Case, y: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +51,23 @@ def reference(case: Case, y: torch.Tensor, weighted: bool) -> tuple[torch.Tensor
         total[source, token] += value
         size[source, token] += value.abs()
     return total, size
+
+
+@pytest.mark.parametrize("name", ["a rank without tokens", "one hot expert", "fp32 sums of bf16 rows"])
+def test_outputs_in_the_shard_are_read_in_place(name):
+    """Where the outputs lie in the shard, a token's only row on a rank is not sent but read there."""
+    case = make_case(**CASES[name])
+    case.push()
+    y = case.regions["rows"].copy_(outputs(case))
+    out = combine(case, y, weighted=True, direct=True)
+    expected, size = reference(case, y, True)
+    assert ((out.double().cpu() - expected).abs() <= TOLERANCE[y.dtype] * size).all()
+    sent = (~case.regions["partials"].isnan()).any(-1).sum()
+    places: dict[tuple[int, int, int], int] = {}
+    for source, token, _, rank, _ in case.entries():
+        places[source, token, rank] = places.get((source, token, rank), 0) + 1
+    several = sum(n > 1 for (source, _, rank), n in places.items() if source != rank)
+    assert sent == several and several < sum(source != rank for source, _, rank in places)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -38,16 +38,16 @@ def presum(H: int, K: int) -> CompileCase:
     kernel, types = signature(
         "combine:presum_kernel", {"y": "bf16", "offsets": "i32"}, "NvS R first_rank groups"
     )
-    constants = dict(K=K, H=H, BLOCK=2048, WEIGHTED=True, CONTROLLED=True)
-    return CompileCase(kernel, types, constants | sums())
+    constants = dict(K=K, H=H, BLOCK=1024, WEIGHTED=True, DIRECT=True, CONTROLLED=True)
+    return CompileCase(kernel, types, constants | sums(), num_warps=2)
 
 
 def final_sum(H: int, K: int) -> CompileCase:
     kernel, types = signature(
         "combine:final_sum_kernel", {"y": "bf16", "targets": "i64", "out": "bf16"}, "s NvS R first_rank J"
     )
-    constants = dict(K=K, H=H, BLOCK=2048, WEIGHTED=True, WIDE=False, CONTROLLED=True)
-    return CompileCase(kernel, types, constants | sums())
+    constants = dict(K=K, K_PAD=K, H=H, BLOCK=1024, WEIGHTED=True, DIRECT=True, WIDE=False, CONTROLLED=True)
+    return CompileCase(kernel, types, constants | sums(), num_warps=2)
 
 
 def sums() -> dict[str, str]:
@@ -75,7 +75,7 @@ CASES = {
     "return gradients": copies(
         "return_gradients_kernel",
         "octets",
-        {"BLOCK": 2048, "HOME": "tl.float32", "SLOT": "tl.float32", "SUM": "tl.float32"},
+        {"BLOCK": 4096, "HOME": "tl.float32", "SLOT": "tl.float32", "SUM": "tl.float32"},
     ),
 }
 
@@ -89,6 +89,6 @@ def reports() -> dict[str, CompileReport]:
 def test_no_spills_and_sixteen_bytes_a_thread(reports, name):
     report = reports[name]
     assert report.stack == 0 and report.spill == 0, report
-    assert report.registers <= 128, report
+    assert report.registers <= 168, report
     assert report.stores[16] >= 2, report
     assert report.loads[16] >= 2, report
