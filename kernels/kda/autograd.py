@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.kda import launch
+from kernels.kda import launch, segments
 from kernels.kda.launch import Problem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -95,10 +95,18 @@ class KdaFunction(torch.autograd.Function):
         ctx: Any, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, problem: Problem, want_final
     ):
         A_log, dt_bias, initial_state = _flat(A_log), _flat(dt_bias), _flat(initial_state)
+        parts = segments.split(problem, q.device)
+        whole_shape = problem.state_shape
+        if parts is not None:
+            problem, cu_seqlens = parts
         work = launch.prepare(problem, q, k, g, beta, A_log, dt_bias, cu_seqlens)
         saved = launch.Saved.allocate(problem, q.device) if any(ctx.needs_input_grad) else None
-        final = torch.empty(problem.state_shape, dtype=torch.float32, device=q.device) if want_final else None
-        o = launch.scan(problem, work, v, initial_state, final, saved, cu_seqlens)
+        final = torch.empty(whole_shape, dtype=torch.float32, device=q.device) if want_final else None
+        ctx.transition = None
+        if parts is None:
+            o = launch.scan(problem, work, v, initial_state, final, saved, cu_seqlens)
+        else:
+            o, ctx.transition = segments.scan(problem, work, v, initial_state, final, saved, cu_seqlens)
         ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, o)
         ctx.problem, ctx.work, ctx.saved = problem, work, saved
         ctx.set_materialize_grads(False)
@@ -110,7 +118,13 @@ class KdaFunction(torch.autograd.Function):
         problem: Problem = ctx.problem
         do = torch.zeros_like(o) if do is None else _rows(do)
         d_initial = None if initial_state is None else torch.empty_like(initial_state, dtype=torch.float32)
-        reverse = launch.reverse_scan(problem, ctx.work, do, _flat(d_final), d_initial, cu_seqlens)
+        d_final = _flat(d_final)
+        if ctx.transition is None:
+            reverse = launch.reverse_scan(problem, ctx.work, do, d_final, d_initial, cu_seqlens)
+        else:
+            reverse = segments.reverse_scan(
+                problem, ctx.work, do, ctx.transition, d_final, d_initial, cu_seqlens
+            )
         grads = launch.gradient(
             problem, ctx.work, ctx.saved, q, k, v, g, beta, A_log, dt_bias, o, do, reverse, cu_seqlens
         )

@@ -198,9 +198,11 @@ def scan(
     final_state: torch.Tensor | None,
     saved: Saved | None,
     cu_seqlens: torch.Tensor | None,
+    want_output: bool = True,
 ) -> torch.Tensor:
-    """Second launch: o [B, T, HV, V], and `final_state` and `saved` where given."""
-    o = torch.empty(problem.B, problem.T, problem.HV, problem.V, dtype=v.dtype, device=v.device)
+    """Second launch: o [B, T, HV, V] (empty unless wanted), and `final_state` and `saved` where given."""
+    rows = problem.T if want_output else 0
+    o = torch.empty(problem.B, rows, problem.HV, problem.V, dtype=v.dtype, device=v.device)
     BV, warps, stages = scan_shape(problem)
     kda_scan_kernel[(triton.cdiv(problem.V, BV), problem.N * problem.HV)](
         *work.tiles(),
@@ -226,6 +228,7 @@ def scan(
         HAS_INITIAL=initial_state is not None,
         HAS_FINAL=final_state is not None,
         SAVE=saved is not None,
+        OUTPUT=want_output,
         SCALED=not problem.l2_norm,
         VARLEN=problem.varlen,
         STAGES=stages,
@@ -236,12 +239,19 @@ def scan(
 
 
 def scan_shape(problem: Problem) -> tuple[int, int, int]:
-    """(value channels of a program, warps, pipeline stages) of the scans."""
+    """(value channels of a program, warps, pipeline stages) of the forward scan, measured on H200."""
     if problem.KP > 128:
         return 64, 8, 1
     if problem.V > 64 and problem.N * problem.HV > 66:
         return 128, 8, 2
     return 64, 4, 2
+
+
+def reverse_scan_shape(problem: Problem) -> tuple[int, int, int]:
+    """The same of the reverse scan: without staging two programs share a multiprocessor."""
+    if problem.KP > 128:
+        return 64, 8, 1
+    return 64, 4, 1 if problem.N * problem.HV > 66 else 2
 
 
 def reverse_scan(
@@ -254,7 +264,7 @@ def reverse_scan(
 ) -> Saved:
     """First backward launch: X and dS after each chunk, as `Saved`; fills `d_initial_state`."""
     out = Saved.allocate(problem, do.device)
-    BV, warps, stages = scan_shape(problem)
+    BV, warps, stages = reverse_scan_shape(problem)
     kda_reverse_scan_kernel[(triton.cdiv(problem.V, BV), problem.N * problem.HV)](
         *work.tiles(),
         work.decay,

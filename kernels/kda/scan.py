@@ -62,6 +62,7 @@ def kda_scan_kernel(
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     SAVE: tl.constexpr,
+    OUTPUT: tl.constexpr,
     SCALED: tl.constexpr,
     VARLEN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -113,15 +114,15 @@ def kda_scan_kernel(
         u_t = z_t * beta[None, :]
         u_exponent = tl.maximum(row_exponent(u_t), exponent - 20)
         u_half, u_unit = to_half(u_t, u_exponent)
-        o_t = tl.dot(state_half, tl.trans(q_decayed)) * state_unit[:, None]
-        o_t += tl.dot(u_half, tl.trans(p)) * u_unit[:, None]
+        if OUTPUT:
+            o_t = tl.dot(state_half, tl.trans(q_decayed)) * state_unit[:, None]
+            o_t += tl.dot(u_half, tl.trans(p)) * u_unit[:, None]
+            o_t *= scale
+            if SCALED:
+                o_t /= tl.load(row_scale_ptr + tile * (2 * CHUNK) + token)[None, :]
+            o_tile = position * (HV * V) + v[None, :]
+            tl.store(o_ptr + o_tile, tl.trans(o_t.to(o_ptr.dtype.element_ty)), mask=inside)
         state = add_product(state, decay, u_half, u_unit, u_exponent, k_remaining)
-
-        o_t *= scale
-        if SCALED:
-            o_t /= tl.load(row_scale_ptr + tile * (2 * CHUNK) + token)[None, :]
-        o_tile = position * (HV * V) + v[None, :]
-        tl.store(o_ptr + o_tile, tl.trans(o_t.to(o_ptr.dtype.element_ty)), mask=inside)
         if SAVE:
             z_tile = tile * (CHUNK * V) + token[:, None] * V + v[None, :]
             tl.store(z_ptr + z_tile, tl.trans(z_t.to(tl.bfloat16)), mask=(v < V)[None, :])
