@@ -105,8 +105,7 @@ def measure(result: Tuning, out: Path) -> list[str]:
     chosen = result.feasible[: result.config.measure]
     failures = []
     for index, candidate in enumerate(progress(chosen, len(chosen), "measuring", after_s=0.0)):
-        run_dir = (out / "measured" / f"{index:02d}").resolve()
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir = _fresh((out / "measured" / f"{index:02d}").resolve())
         problem = _run(child_command(result, candidate, run_dir), run_dir, result.config.measure_timeout_s)
         speed = None if problem else read_speed(run_dir)
         if speed is None:
@@ -118,6 +117,15 @@ def measure(result: Tuning, out: Path) -> list[str]:
     return failures
 
 
+def _fresh(wanted: Path) -> Path:
+    """A folder that does not exist yet (a run never writes into another's); its parent does."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    folder, number = wanted, 2
+    while folder.exists():
+        folder, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
+    return folder
+
+
 def describe(candidate: Candidate) -> str:
     c = candidate.choice
     balance = f"ep={c.ep} {c.policy} tau={c.tau:g}"
@@ -127,7 +135,7 @@ def describe(candidate: Candidate) -> str:
 def _run(command: list[str], run_dir: Path, timeout_s: float) -> str:
     """Runs a child in a process group of its own; returns what went wrong, or nothing."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    log = run_dir / "log.txt"
+    log = run_dir.with_suffix(".log")
     with open(log, "w") as file:
         child = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True

@@ -263,7 +263,8 @@ def dense_seconds(config: K3Config, setup: TrainingSetup, hardware: Hardware) ->
     times, three times (four with recomputation), the head on every token."""
     sequences = setup.tokens / setup.context
     at = Workpoint("prefill", 1, setup.context, setup.precision)
-    times = time_operators(operator_table(config, at), hardware)
+    # CPUs run the reference, operator by operator.
+    times = time_operators(operator_table(config, at), hardware, fused=hardware.device != "cpu")
     seconds = 0.0
     for timed in times:
         operator = timed.operator

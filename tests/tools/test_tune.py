@@ -180,7 +180,7 @@ def test_measured_candidates_are_run_and_ranked(tmp_path, capsys):
         "plans=1",
         "layers=1",
         "measure=2",
-        "measure_steps=6",
+        "measure_steps=4",
         "report=false",
         f"out={tmp_path}",
     )
