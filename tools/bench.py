@@ -1,7 +1,7 @@
 """Benchmarks of this project against its peers: `python -m tools.bench target=NAME key=value ...`.
 
-`target=ep` measures the expert-parallel exchange; every module tools/bench_NAME.py is a target, with its keys in
-configs/bench_NAME.yaml. `python -m tools.bench target=NAME --help` lists them.
+`target=ep` measures the expert-parallel exchange; every module tools/bench_NAME.py is a target, with its
+keys in configs/bench_NAME.yaml. `python -m tools.bench target=NAME --help` lists them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m tools.bench target=ep ranks=[2,8] maxvio=[0.2,3,10]
 
-For each R and each imbalance (maxvio, reached by the spread of a lognormal popularity): plan, dispatch, combine,
-weight copies, gradient return; bytes read and written over time as a share of a device-to-device copy of the
-same run; static expert parallelism on torch's operators and on these kernels beside it. Writes
+For each R and each imbalance (maxvio, reached by the spread of a lognormal popularity): plan, dispatch,
+combine, weight copies, gradient return; bytes read and written over time as a share of a device-to-device
+copy of the same run; static expert parallelism on torch's operators and on these kernels beside it. Writes
 OUT/summary.json.
 """
 
@@ -71,12 +71,12 @@ def milliseconds(work: Callable[[], object], repeats: int, device: str, *, graph
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for _ in range(3):
         replay()
-    for begin, end in events:
-        begin.record()
+    for first, last in events:
+        first.record()
         replay()
-        end.record()
+        last.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+    return statistics.median(first.elapsed_time(last) for first, last in events)
 
 
 def copy_rate(repeats: int, device: str) -> float:
@@ -91,7 +91,9 @@ def copy_rate(repeats: int, device: str) -> float:
 
 @dataclass
 class Row:
-    """One step of one case. Times in ms, bytes of all ranks; share: moved bytes over time, of the copy rate."""
+    """One step of one case. Times in ms, bytes of all ranks; share: moved bytes over time, of the copy
+    rate.
+    """
 
     ranks: int
     maxvio: float
@@ -129,9 +131,12 @@ class Bench:
         note: str = "",
     ) -> None:
         ms = milliseconds(work, self.config.repeats, self.device)
-        shares = [None if n is None else n / (ms * 1e-3) / self.copy_rate for n in (moved, floor)]
+        moved_share, floor_share = (
+            None if n is None else n / (ms * 1e-3) / self.copy_rate for n in (moved, floor)
+        )
         name = "torch" if step.startswith("torch") else sizes.policy
-        self.rows.append(Row(sizes.ranks, sizes.maxvio, name, step, ms, moved, floor, *shares, note))
+        row = Row(sizes.ranks, sizes.maxvio, name, step, ms, moved, floor, moved_share, floor_share, note)
+        self.rows.append(row)
 
     def check(self, sizes: Sizes, step: str, problem: Callable[[], str]) -> None:
         if self.config.check and (text := problem()):
@@ -158,7 +163,8 @@ class Bench:
         sizes, used = exchange.sizes, exchange.used_rows
         counts = exchange.counts.sum(0).double()
         shard = bytes_text(exchange.geometry.shard_rows * exchange.row_bytes)
-        note = f"rows of a rank {min(used):,} to {max(used):,}, shard {shard}, maxvio {counts.max() / counts.mean() - 1:.2f}"
+        maxvio = float(counts.max() / counts.mean()) - 1
+        note = f"rows of a rank {min(used):,} to {max(used):,}, shard {shard}, maxvio {maxvio:.2f}"
         self.check(sizes, "dispatch", exchange.check_dispatch)
         traffic = exchange.dispatch_traffic
         self.add(sizes, "dispatch", exchange.dispatch, traffic.moved, traffic.floor, note)
@@ -202,7 +208,9 @@ class Bench:
         }
 
     def ratios(self) -> dict[str, float]:
-        """dispatch + combine at the largest maxvio over the smallest, and torch's path over ours, for each R."""
+        """dispatch + combine at the largest maxvio over the smallest, and torch's path over ours, for each
+        R.
+        """
         ratios: dict[str, float] = {}
         low, high = min(self.config.maxvio), max(self.config.maxvio)
         for ranks in self.config.ranks:
@@ -240,7 +248,8 @@ class Bench:
             )
             for r in self.rows
         ]
-        title = f"Exchange, E={self.config.experts} K={self.config.top_k} S={self.config.tokens} H={self.config.hidden}"
+        c = self.config
+        title = f"Exchange, E={c.experts} K={c.top_k} S={c.tokens} H={c.hidden}"
         lines = [f"{name}: {value:.3f}" for name, value in self.ratios().items()]
         note = f"copy within the device: {self.copy_rate / 1e12:.2f} TB/s read and written\n"
         return table(title, columns, cells, note + "\n".join(lines))

@@ -1,4 +1,5 @@
-"""One case of the exchange on one device, all ranks in loopback: its plan, its memory, its steps and their bytes.
+"""One case of the exchange on one device, all ranks in loopback: its plan, its memory, its steps and their
+bytes.
 
 Bytes are counted from the plan, not assumed. `moved` is what the steps must read and write as they are built
 (a row that arrived is read once more to be replicated); `floor` is every input read once and every output
@@ -58,7 +59,9 @@ def route(sizes: Sizes, device: str) -> torch.Tensor:
 
 
 class Exchange:
-    """Regions, plan and steps of a case. Every step is a function without arguments that a graph can capture."""
+    """Regions, plan and steps of a case. Every step is a function without arguments that a graph can
+    capture.
+    """
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: str):
         self.sizes, self.device = sizes, device
@@ -151,9 +154,12 @@ class Exchange:
         transfer.replicate(self.shards, tables.offsets, self.row_bytes)
 
     def combine(self) -> None:
-        options = {"weighted": True, "partial_dtype": self.regions["partials"].dtype, "direct": True}
-        transfer.presum(self.shards, self.y, self.tables.offsets, **options)
-        transfer.final_sum(self.shards, self.y, self.targets, out=self.out, **options)
+        width, dtype, partial = self.sizes.hidden, self.x.dtype, self.regions["partials"].dtype
+        transfer.presum(self.shards, self.tables.offsets, width, dtype, weighted=True, partial_dtype=partial)
+        sources = transfer.find_sources(self.shards, self.targets, width, dtype, partial)
+        transfer.final_sum(
+            self.shards, sources, self.weights, width, dtype, partial_dtype=partial, out=self.out
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -161,8 +167,8 @@ class Exchange:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """How many rows: tokens, entries, first ones of a token on another rank, those of them that are not the
-        only ones, padding.
+        """How many rows: tokens, entries, first ones of a token on another rank, those of them that are not
+        the only ones, padding.
         """
         targets, sizes = self.targets, self.sizes
         plain = torch.where(targets < 0, -targets - 1, targets)
@@ -211,8 +217,8 @@ class Exchange:
         return "" if not rest.nan_to_num(0).any() else "padding is not zero"
 
     def check_combine(self) -> str:
-        """Against fp32 sums of whole columns, on random outputs; the records must be those of a dispatch. Tails
-        are poisoned, for no step may read them.
+        """Against fp32 sums of whole columns, on random outputs; the records must be those of a dispatch.
+        Tails are poisoned, for no step may read them.
         """
         self.y.fill_(float("nan"))
         for rank, used in enumerate(self.used_rows):

@@ -45,9 +45,10 @@ def barrier_kernel(
 ):
     """Program i plays rank first_rank + i: tells all ranks that it arrived, then waits for all of them.
 
-    epochs [n] int64: barriers reached, on the device so that a graph replay counts. status [n, 4] int64, readable
-    by the host: written once, when a wait ends in vain: (1 too many polls or 2 told by a peer, phase, first rank
-    missing, epoch). A wait that ends in vain sets every rank's abort word; barriers then return at once.
+    epochs [n] int64: barriers reached, on the device so that a graph replay counts. status [n, 4] int64,
+    readable by the host: written once, when a wait ends in vain: (1 too many polls or 2 told by a peer,
+    phase, first rank missing, epoch). A wait that ends in vain sets every rank's abort word; barriers then
+    return at once.
     """
     played = tl.program_id(0)
     rank = first_rank + played

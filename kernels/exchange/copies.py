@@ -1,8 +1,9 @@
 """Copies of expert weights to the ranks that compute them, and the return of their gradients.
 
 Which rank holds a copy of which expert in which slot follows from `first_row [R, E]` of the plan: a rank's
-copied experts take its slots in expert order. A part is one tensor of an expert (gate, up, down); all parts of
-one call have the same bytes. Work is a list of copied experts, so the cost follows the copies, not the experts.
+copied experts take its slots in expert order. A part is one tensor of an expert (gate, up, down); all parts
+of one call have the same bytes. Work is a list of copied experts, so the cost follows the copies, not the
+experts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from kernels.exchange.memory import is_aborted
 def holders_kernel(
     first_row_ptr, holders_ptr, counts_ptr, copied_ptr, num_copied_ptr, R, epn, slots, E_PAD: tl.constexpr
 ):
-    """Program r: for each expert of rank r its copies (rank * slots + slot, ranks ascending) and their number,
-    and the experts that have any.
+    """Program r: for each expert of rank r its copies (rank * slots + slot, ranks ascending) and their
+    number, and the experts that have any.
 
     holders [E, R], counts [E], copied [R, epn] (expert - r * epn), num_copied [R], all int32.
     """
@@ -27,7 +28,7 @@ def holders_kernel(
     e = tl.arange(0, E_PAD)
     mine = (e // epn == home) & (e < E)
     count = tl.zeros([E_PAD], tl.int32)
-    for rank in range(0, R):
+    for rank in range(R):
         present = tl.load(first_row_ptr + rank * E + e, e < E, other=-1) >= 0
         present = present & (e // epn != rank)
         slot = tl.cumsum(present.to(tl.int32), 0) - 1
@@ -74,8 +75,8 @@ def push_copies_kernel(
 ):
     """Program (any, rank): reads pieces of the rank's copied experts once and stores them at every copy.
 
-    home [n, PARTS], pool [R, PARTS] int64: addresses of the experts' weights and of every rank's slots; `words`:
-    32-bit words of an expert's part, in units of 4.
+    home [n, PARTS], pool [R, PARTS] int64: addresses of the experts' weights and of every rank's slots;
+    `words`: 32-bit words of an expert's part, in units of 4.
     """
     played = tl.program_id(1)
     rank = first_rank + played
@@ -90,7 +91,7 @@ def push_copies_kernel(
         source = pointer(home_ptr + played * PARTS + part, tl.int32) + expert * size
         data = tl.load(source + word, word < size)
         at = rank * epn + expert
-        for i in range(0, tl.load(counts_ptr + at)):
+        for i in range(tl.load(counts_ptr + at)):
             holder = tl.load(holders_ptr + at * R + i)
             pool = pointer(pool_ptr + (holder // slots) * PARTS + part, tl.int32)
             tl.store(pool + (holder % slots) * size + word, data, word < size)
@@ -137,7 +138,7 @@ def return_gradients_kernel(
         home = pointer(home_ptr + played * PARTS + part, HOME) + expert * size
         gradient = tl.load(home + element, inside, other=0).to(SUM)
         at = rank * epn + expert
-        for i in range(0, tl.load(counts_ptr + at)):
+        for i in range(tl.load(counts_ptr + at)):
             holder = tl.load(holders_ptr + at * R + i)
             pool = pointer(pool_ptr + (holder // slots) * PARTS + part, SLOT)
             gradient += tl.load(pool + (holder % slots) * size + element, inside, other=0).to(SUM)

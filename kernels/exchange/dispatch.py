@@ -1,8 +1,9 @@
 """Dispatch kernels: rows go to their final, expert-grouped place; a row crosses to another rank once.
 
-`push_kernel` stores each token's row at all its places on its own rank and at the first of its places on every
-other rank, with the records the receiver needs. After a barrier `replicate_kernel` copies arrived rows to the
-other places of their token. Rows move as 32-bit words, 16 bytes a thread. See memory.py for regions and shapes.
+`push_kernel` stores each token's row at all its places on its own rank and at the first of its places on
+every other rank, with the records the receiver needs. After a barrier `replicate_kernel` copies arrived
+rows to the other places of their token. Rows move as 32-bit words, 16 bytes a thread. See memory.py for
+regions and shapes.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import triton.language as tl
 
 from kernels.exchange.memory import (
     ABSENT,
-    DUPLICATED,
     LISTS,
     ORIGINS,
     ROWS,
     WEIGHTS,
     decode,
     is_aborted,
+    make_origin,
+    origin_count,
     region,
 )
 
@@ -61,22 +63,22 @@ def push_weights(addresses, targets_ptr, weights_ptr, NvS, R, K, K_PAD: tl.const
 
 @triton.jit
 def push_records(addresses, targets_ptr, token, NvS, R, J, rank, K, K_PAD: tl.constexpr, WIDE: tl.constexpr):
-    """Origins of all rows of the token, and of each row that stands for it elsewhere the list of its rows there."""
+    """Origins of all rows of the token; for each first row on another rank the list of the token's rows
+    there.
+    """
     k = tl.arange(0, K_PAD)
     target = tl.load(targets_ptr + k, k < K, other=ABSENT)
     present = target != ABSENT
     receiver, row = decode(target, NvS, WIDE)
     first = (target >= 0) & (receiver != rank)
     same = (receiver[:, None] == receiver[None, :]) & present[None, :]
-    several = tl.sum(same.to(tl.int32), 1) > 1
     slot = tl.cumsum(first.to(tl.int32), 0) - 1
-    origin = (rank.to(tl.int64) << 32) | (token * J + slot).to(tl.int64)
-    origin = tl.where(first, tl.where(several, origin | DUPLICATED, origin), -1)
+    origin = make_origin(tl.sum(same.to(tl.int32), 1), rank, token * J + slot)
     origins = tl.load(addresses + ORIGINS * R + receiver).to(tl.pointer_type(tl.int64))
-    tl.store(origins + row, origin, present)
+    tl.store(origins + row, tl.where(first, origin, -1), present)
     lists = tl.load(addresses + LISTS * R + receiver).to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * K
-    rows = tl.where(same, row[None, :] + tl.zeros([K_PAD, 1], tl.int32), -1)
-    tl.store(lists[:, None] + k[None, :], rows, first[:, None] & (k < K)[None, :])
+    rows = row[None, :] + tl.zeros([K_PAD, 1], tl.int32)
+    tl.store(lists[:, None] + tl.cumsum(same.to(tl.int32), 1) - 1, rows, first[:, None] & same)
 
 
 @triton.jit
@@ -185,10 +187,13 @@ def scatter_weights_kernel(
     blocks,
     PADDING: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCALAR: tl.constexpr,
     WIDE: tl.constexpr,
     CONTROLLED: tl.constexpr,
 ):
-    """weights [n, entries] fp32 to the places of the entries; programs from `blocks` on: 0 to padding rows."""
+    """weights [n, entries] of SCALAR to the places of the entries; programs from `blocks` on: 0 to padding
+    rows.
+    """
     program = tl.program_id(0)
     played = tl.program_id(1)
     rank = first_rank + played
@@ -199,7 +204,7 @@ def scatter_weights_kernel(
         at = played.to(tl.int64) * entries + entry
         target = tl.load(targets_ptr + at, entry < entries, other=ABSENT)
         receiver, row = decode(target, NvS, WIDE)
-        base = tl.load(addresses + WEIGHTS * R + receiver).to(tl.pointer_type(tl.float32))
+        base = tl.load(addresses + WEIGHTS * R + receiver).to(tl.pointer_type(SCALAR))
         tl.store(base + row, tl.load(weights_ptr + at, entry < entries, other=0), target != ABSENT)
     else:
         place = (program - blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -209,7 +214,7 @@ def scatter_weights_kernel(
         begin = tl.load(offsets_ptr + at - 1, valid & (group > 0), other=0)
         row = begin + tl.load(group_rows_ptr + at, valid, other=0).to(tl.int32) + place % PADDING
         valid = valid & (row < tl.load(offsets_ptr + at, valid, other=0))
-        tl.store(region(addresses, WEIGHTS, R, rank, tl.float32) + row, tl.zeros([BLOCK], tl.float32), valid)
+        tl.store(region(addresses, WEIGHTS, R, rank, SCALAR) + row, tl.zeros([BLOCK], SCALAR), valid)
 
 
 @triton.jit(do_not_specialize=["R", "first_rank", "groups"])
@@ -224,21 +229,20 @@ def replicate_kernel(
     BLOCK: tl.constexpr,
     CONTROLLED: tl.constexpr,
 ):
-    """Program (row, rank): copies a row that arrived and whose token has more rows here to all of these."""
+    """Program (row, rank): copies a row that arrived to the other places of its token here."""
     row = tl.program_id(0)
     rank = first_rank + tl.program_id(1)
     if is_aborted(addresses, R, rank, CONTROLLED):
         return
     if row < tl.load(offsets_ptr + rank * groups + groups - 1):
-        origin = tl.load(region(addresses, ORIGINS, R, rank, tl.int64) + row)
-        if (origin >= 0) & (origin >= DUPLICATED):
+        count = origin_count(tl.load(region(addresses, ORIGINS, R, rank, tl.int64) + row))
+        if count > 1:
             rows = region(addresses, ROWS, R, rank, tl.int32)
-            others = region(addresses, LISTS, R, rank, tl.int32) + row.to(tl.int64) * K
+            list_ptr = region(addresses, LISTS, R, rank, tl.int32) + row.to(tl.int64) * K
             for start in range(0, WORDS, BLOCK):
                 word = start + tl.arange(0, BLOCK)
                 inside = word < WORDS
                 data = tl.load(rows + row.to(tl.int64) * WORDS + word, inside)
-                for k in tl.static_range(K):
-                    other = tl.load(others + k)
-                    place = rows + other.to(tl.int64) * WORDS
-                    tl.store(place + word, data, inside & (other >= 0) & (other != row))
+                for i in range(1, count):
+                    place = rows + tl.load(list_ptr + i).to(tl.int64) * WORDS
+                    tl.store(place + word, data, inside)

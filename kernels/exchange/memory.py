@@ -3,11 +3,11 @@
 Every rank holds the same regions; `addresses [REGIONS, R]` int64 lists where each begins on each rank, so one
 kernel serves loopback views of one tensor, torch symmetric memory and CUDA IPC alike. Regions of a rank:
 
-    ROWS      [NvS, row]      the shard: expert-grouped rows
-    WEIGHTS   [NvS] fp32      route weight of each row
-    ORIGINS   [NvS] int64     of a row that arrived from another rank and stands for its token here: where the
-                              sum of the token's rows goes (`DUPLICATED` set if there are several); else -1
-    LISTS     [NvS, K] int32  of such a row: the rows of its token on this rank, by k; -1 for other k
+    ROWS      [NvS, row]      the shard: expert-grouped rows WEIGHTS   [NvS] fp32      route weight of each
+    row ORIGINS   [NvS] int64     of a row that is the first of its token here and came from another rank:
+    how many
+                              rows of the token are here, that rank, and where it wants their sum; else -1
+    LISTS     [NvS, K] int32  of such a row: all rows of its token here, itself first
     PARTIALS  [S * min(R - 1, K), row]   sums of a token's rows, one for each other rank that computed some
     CONTROL   [R + 1] int64   arrival counters of the barrier, then the abort word
 
@@ -22,14 +22,36 @@ import triton.language as tl
 
 ROWS, WEIGHTS, ORIGINS, LISTS, PARTIALS, CONTROL = (tl.constexpr(i) for i in range(6))
 ABSENT = tl.constexpr(-(1 << 62))  # a destination that is none
-DUPLICATED = tl.constexpr(1 << 62)  # flag in an origin: the token has more rows here
+RANK_SHIFT = tl.constexpr(32)  # an origin: place of the sum, source rank (20 bits), number of rows (10 bits)
+COUNT_SHIFT = tl.constexpr(52)
 
 
 @triton.jit
 def region(addresses, REGION: tl.constexpr, R, rank, TYPE: tl.constexpr):
-    """Pointer to a region of `rank`. The hint must follow the cast, or stores fall apart into single words."""
+    """Pointer to a region of `rank`. The hint must follow the cast, or stores fall apart into words."""
     address = tl.load(addresses + REGION * R + rank)
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
+def make_origin(count, rank, place):
+    return (count.to(tl.int64) << COUNT_SHIFT) | (rank.to(tl.int64) << RANK_SHIFT) | place.to(tl.int64)
+
+
+@triton.jit
+def origin_count(origin):
+    """Rows of the token here; 0 of a row that is no first one."""
+    return tl.where(origin < 0, 0, origin >> COUNT_SHIFT).to(tl.int32)
+
+
+@triton.jit
+def origin_rank(origin):
+    return ((origin >> RANK_SHIFT) & 0xFFFFF).to(tl.int32)
+
+
+@triton.jit
+def origin_place(origin):
+    return origin & 0xFFFFFFFF
 
 
 @triton.jit

@@ -1,13 +1,14 @@
-"""The exchange on the device: rows, route weights, expert weights and gradients between ranks, without a host read.
+"""The exchange on the device: rows, route weights, expert weights and gradients between ranks, without a
+host read.
 
 Order of a layer, each step for the ranks this process plays, `barrier` between steps where peers are other
 processes (in loopback the stream's order suffices):
 
-    push (rows, weights, records) | replicate | experts on [NvS, H] | presum | final_sum
-    push_copies (beside push)     | ...                             | return_gradients (after the backward pass)
+    push (rows, weights, records) | replicate | experts on [NvS, H] | presum | final_sum push_copies (beside
+    push)     | ...                             | return_gradients (after the backward pass)
 
-Shapes: R ranks, n ranks played (a leading axis of every per-rank tensor), s tokens of a rank, K top-k, NvS rows
-of a shard, H width, E experts, epn = E/R, G groups of a rank. Triton is imported at the first call.
+Shapes: R ranks, n ranks played (a leading axis of every per-rank tensor), s tokens of a rank, K top-k, NvS
+rows of a shard, H width, E experts, epn = E/R, G groups of a rank. Triton is imported at the first call.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Shards:
 
 
 def region_addresses(regions: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """`[6, R]` from int64 `[R]` address tensors in the order of REGIONS; None for a region no kernel will touch."""
+    """`[6, R]` from int64 `[R]` address tensors in the order of REGIONS; None for a region no kernel will
+    touch.
+    """
     given = [r for r in regions if r is not None]
     if len(regions) != REGIONS or not given:
         raise ValueError(f"regions: expected {REGIONS} entries, at least one a tensor, got {len(regions)}")
@@ -65,8 +68,8 @@ def region_addresses(regions: Sequence[torch.Tensor | None]) -> torch.Tensor:
 def region_shapes(
     shard_rows: int, top_k: int, num_ranks: int, capacity: int, width: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of each region on a rank; dtypes: rows and partials the caller's, weights fp32, origins and control
-    int64, lists int32.
+    """Shape of each region on a rank; dtypes: rows and partials the caller's, weights fp32, origins and
+    control int64, lists int32.
     """
     partials = capacity * max(1, min(num_ranks - 1, top_k))
     return {
@@ -101,10 +104,10 @@ def _row_launch(words: int) -> tuple[int, int]:
 
 
 def _sum_launch(width: int, element_size: int) -> tuple[int, int]:
-    """(elements, warps) of the summing kernels: two 16-byte loads a thread for each of a token's rows."""
+    """(elements, warps) of the summing kernels: one 16-byte load a thread for each row of a token."""
     vector = 16 // element_size
-    threads = max(32, min(64, _power_of_two(-(-width // (2 * vector)))))
-    return threads * 2 * vector, threads // 32
+    threads = max(32, min(128, _power_of_two(-(-width // vector))))
+    return threads * vector, threads // 32
 
 
 def _triton_dtype(dtype: torch.dtype):
@@ -137,8 +140,9 @@ def push(
 ) -> None:
     """Dispatches rows `x [n, s, H]` to `targets [n, s, K]` (`destinations` of the plan), and zeroes padding.
 
-    A row is stored at every place on its own rank and at its first place on every other rank; `replicate` fills
-    the rest. `weights [n, s, K]` fp32 go to every place. Rows past a rank's last group are not touched.
+    A row is stored at every place on its own rank and at its first place on every other rank; `replicate`
+    fills the rest. `weights [n, s, K]` fp32 go to every place. Rows past a rank's last group are not
+    touched.
 
     Args:
         offsets, group_rows: `[R, G]` of the plan.
@@ -201,87 +205,133 @@ def replicate(shards: Shards, offsets: torch.Tensor, row_bytes: int) -> None:
 
 def presum(
     shards: Shards,
-    y: torch.Tensor,
     offsets: torch.Tensor,
+    width: int,
+    dtype: torch.dtype,
     *,
     weighted: bool,
     partial_dtype: torch.dtype,
-    direct: bool = False,
 ) -> None:
-    """Sums, on the rank that computed them, the rows `y [n, NvS, H]` of each token of another rank, and sends
-    the sum.
+    """Sums, on the rank that computed them, the rows of each token of another rank, and sends the sum.
+
+    The outputs stand in the region ROWS, `[NvS, width]` of `dtype`. A token's only row on a rank is left to
+    `final_sum`, which reads it from its place.
 
     Args:
         weighted: multiply each row by its route weight (region WEIGHTS).
         partial_dtype: of the region PARTIALS.
-        direct: `y` is the region ROWS of the played ranks; a token's only row here is then left to `final_sum`,
-            which reads it from its place. Give both the same value.
     """
     from kernels.exchange.combine import presum_kernel
 
-    width = y.shape[-1]
-    block, warps = _sum_launch(width, y.element_size())
+    block, warps = _sum_launch(width, dtype.itemsize)
     presum_kernel[(shards.shard_rows, shards.played)](
         shards.addresses,
-        y,
         offsets,
-        shards.shard_rows,
         shards.num_ranks,
         shards.first_rank,
         offsets.shape[1],
         K=shards.top_k,
         H=width,
         BLOCK=block,
+        UNROLL=min(4, _power_of_two(shards.top_k)),
         WEIGHTED=weighted,
-        DIRECT=direct,
-        SUM=_sum_dtype(y.dtype),
+        ROW=_triton_dtype(dtype),
+        SUM=_sum_dtype(dtype),
         PARTIAL=_triton_dtype(partial_dtype),
         CONTROLLED=shards.controlled,
         num_warps=warps,
     )
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What the final sum of each token reads: addresses `[n, s, K]` int64, entries `[n, s, K]` int32 (k of
+    a row,
+    -1 of a partial sum), counts `[n, s]` int32.
+    """
+
+    addresses: torch.Tensor
+    entries: torch.Tensor
+    counts: torch.Tensor
+
+
+def find_sources(
+    shards: Shards, targets: torch.Tensor, width: int, dtype: torch.dtype, partial_dtype: torch.dtype
+) -> Sources:
+    """The sources of each token for one plan and one set of regions; may be kept and used again."""
+    from kernels.exchange.combine import sources_kernel
+
+    n, s, K = targets.shape
+    found = Sources(
+        torch.empty(n, s, K, dtype=torch.int64, device=targets.device),
+        torch.empty(n, s, K, dtype=torch.int32, device=targets.device),
+        torch.empty(n, s, dtype=torch.int32, device=targets.device),
+    )
+    if s:
+        sources_kernel[(s, n)](
+            shards.addresses,
+            targets,
+            found.addresses,
+            found.entries,
+            found.counts,
+            s,
+            shards.shard_rows,
+            shards.num_ranks,
+            shards.first_rank,
+            shards.partials_of_token,
+            K=K,
+            K_PAD=_power_of_two(K),
+            ROW_BYTES=width * dtype.itemsize,
+            PARTIAL_BYTES=width * partial_dtype.itemsize,
+            WIDE=shards.wide,
+            CONTROLLED=shards.controlled,
+            num_warps=1,
+        )
+    return found
+
+
 def final_sum(
     shards: Shards,
-    y: torch.Tensor,
-    targets: torch.Tensor,
+    sources: Sources,
+    weights: torch.Tensor | None,
+    width: int,
+    dtype: torch.dtype,
     *,
-    weighted: bool,
     partial_dtype: torch.dtype,
-    direct: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`[n, s, H]`: each token's rows on its own rank plus the partial sums of other ranks, in the order of k.
+    """`[n, s, H]`: each token's rows on its own rank, its only rows on others, and the partial sums of the
+    rest, in the order of k.
 
-    direct: as given to `presum`.
+    Args:
+        weights: route weights `[n, s, K]` of the rows read in place; None if `presum` ran unweighted.
     """
     from kernels.exchange.combine import final_sum_kernel
 
-    (n, s, _), width = targets.shape, y.shape[-1]
+    n, s, K = sources.addresses.shape
     if out is None:
-        out = torch.empty(n, s, width, dtype=y.dtype, device=y.device)
+        out = torch.empty(n, s, width, dtype=dtype, device=sources.addresses.device)
     if s == 0:
         return out
-    block, warps = _sum_launch(width, y.element_size())
+    block, warps = _sum_launch(width, dtype.itemsize)
     final_sum_kernel[(s, n)](
         shards.addresses,
-        y,
-        targets,
+        sources.addresses,
+        sources.entries,
+        sources.counts,
+        weights,
         out,
         s,
-        shards.shard_rows,
         shards.num_ranks,
         shards.first_rank,
-        shards.partials_of_token,
-        K=shards.top_k,
-        K_PAD=_power_of_two(shards.top_k),
+        K=K,
         H=width,
         BLOCK=block,
-        WEIGHTED=weighted,
-        DIRECT=direct,
-        SUM=_sum_dtype(y.dtype),
+        UNROLL=min(8, _power_of_two(K)),
+        WEIGHTED=weights is not None,
+        ROW=_triton_dtype(dtype),
+        SUM=_sum_dtype(dtype),
         PARTIAL=_triton_dtype(partial_dtype),
-        WIDE=shards.wide,
         CONTROLLED=shards.controlled,
         num_warps=warps,
     )
@@ -297,8 +347,8 @@ def scatter_weights(
     *,
     token_padding: int,
 ) -> None:
-    """`weights [n, s, K]` fp32 to the places of the entries (region WEIGHTS), 0 to padding; what `push` does
-    with them, alone.
+    """`weights [n, s, K]` to the places of the entries (region WEIGHTS, of their dtype), 0 to padding; what
+    `push` does with fp32 ones, alone.
     """
     from kernels.exchange.dispatch import scatter_weights_kernel
 
@@ -319,17 +369,20 @@ def scatter_weights(
         blocks,
         PADDING=token_padding,
         BLOCK=256,
+        SCALAR=_triton_dtype(weights.dtype),
         WIDE=shards.wide,
         CONTROLLED=shards.controlled,
     )
 
 
-def gather_weights(shards: Shards, targets: torch.Tensor) -> torch.Tensor:
-    """`[n, s, K]` fp32: the weights (region WEIGHTS) at the places of the entries; 0 for absent ones."""
+def gather_weights(shards: Shards, targets: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """`[n, s, K]`: the weights (region WEIGHTS, of `dtype`) at the places of the entries; 0 for absent
+    ones.
+    """
     from kernels.exchange.combine import gather_weights_kernel
 
     n, s, K = targets.shape
-    out = torch.empty(n, s, K, dtype=torch.float32, device=targets.device)
+    out = torch.empty(n, s, K, dtype=dtype, device=targets.device)
     if s:
         gather_weights_kernel[(-(-s * K // 256), n)](
             shards.addresses,
@@ -340,6 +393,7 @@ def gather_weights(shards: Shards, targets: torch.Tensor) -> torch.Tensor:
             shards.num_ranks,
             shards.first_rank,
             BLOCK=256,
+            SCALAR=_triton_dtype(dtype),
             WIDE=shards.wide,
             CONTROLLED=shards.controlled,
         )
@@ -348,8 +402,9 @@ def gather_weights(shards: Shards, targets: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Holders:
-    """Which ranks hold copies of which experts, int32: holders `[E, R]` (rank * slots + slot, ranks ascending),
-    counts `[E]`, copied `[R, epn]` (local numbers of the experts with copies), num_copied `[R]`.
+    """Which ranks hold copies of which experts, int32: holders `[E, R]` (rank * slots + slot, ranks
+    ascending), counts `[E]`, copied `[R, epn]` (local numbers of the experts with copies), num_copied
+    `[R]`.
     """
 
     holders: torch.Tensor
@@ -360,8 +415,8 @@ class Holders:
 
 
 def find_holders(first_row: torch.Tensor, slots: int) -> Holders:
-    """From `first_row [R, E]` of a plan: a rank computes an expert where it is not -1, and what is not its own
-    lies in its slots in expert order.
+    """From `first_row [R, E]` of a plan: a rank computes an expert where it is not -1, and what is not its
+    own lies in its slots in expert order.
     """
     from kernels.exchange.copies import holders_kernel
 
@@ -429,9 +484,11 @@ def return_gradients(
     home_dtype: torch.dtype = torch.float32,
     slot_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Adds the gradients in the slots of all ranks to those of the played ranks' experts, in fp32, ranks ascending.
+    """Adds the gradients in the slots of all ranks to those of the played ranks' experts, in fp32, ranks
+    ascending.
 
-    `home [n, P]` and `pool [R, P]` as for `push_copies`; `part_elements` of one expert's part: a multiple of 8.
+    `home [n, P]` and `pool [R, P]` as for `push_copies`; `part_elements` of one expert's part: a multiple
+    of 8.
     """
     from kernels.exchange.copies import return_gradients_kernel
 
@@ -472,9 +529,9 @@ def barrier(
 ) -> None:
     """Tells all ranks that the played ones arrived and waits for all, at most `max_polls` looks.
 
-    `epochs [n]` int64 on the device, zero at first. `status [n, 4]` int64 that the host reads (pinned), zero at
-    first; written when a wait ends in vain: (1: too many looks, 2: another rank gave up; phase; first rank
-    missing or -1; epoch).
+    `epochs [n]` int64 on the device, zero at first. `status [n, 4]` int64 that the host reads (pinned),
+    zero at first; written when a wait ends in vain: (1: too many looks, 2: another rank gave up; phase;
+    first rank missing or -1; epoch).
     """
     from kernels.exchange.barrier import barrier_kernel
 

@@ -16,7 +16,9 @@ POISON = float("nan")
 
 @dataclass
 class Case:
-    """One exchange: its plan on the CPU, what the kernels take, and the regions they write (stacked, poisoned)."""
+    """One exchange: its plan on the CPU, what the kernels take, and the regions they write (stacked,
+    poisoned).
+    """
 
     geometry: Geometry
     plan: Layout

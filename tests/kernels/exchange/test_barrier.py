@@ -1,6 +1,8 @@
-"""The barrier: epochs grow on the device, a rank that never comes ends every wait, and nothing waits after that.
+"""The barrier: epochs grow on the device, a rank that never comes ends every wait, and nothing waits after
+that.
 
-Programs of a grid run one after another in the interpreter, so all ranks arrive in one launch and wait in the next.
+Programs of a grid run one after another in the interpreter, so all ranks arrive in one launch and wait in
+the next.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ class Ranks:
 
     def __init__(self, num_ranks: int):
         self.control = torch.zeros(num_ranks, num_ranks + 1, dtype=torch.int64, device=DEVICE)
-        # Sources one row apart keep the parts 16-byte aligned.
         self.epochs = torch.zeros(num_ranks, dtype=torch.int64, device=DEVICE)
         self.status = torch.zeros(num_ranks, 4, dtype=torch.int64, device=DEVICE)
         regions = [None] * 5 + [addresses_of(self.control)]
@@ -67,23 +68,23 @@ def test_a_missing_rank_ends_every_wait():
 def test_a_rank_ahead_does_not_release_a_barrier_of_the_next_epoch():
     ranks = Ranks(2)
     ranks.run(range(2), arrive=True, wait=False)
-    ranks.run(range(0, 1), arrive=True, wait=False)  # rank 0 is in its second barrier
+    ranks.run(range(1), arrive=True, wait=False)  # rank 0 is in its second barrier
     ranks.run(range(1, 2), arrive=False, wait=True)  # rank 1 leaves its first
     assert not ranks.status.any()
-    ranks.run(range(0, 1), arrive=False, wait=True)  # rank 1 has not reached the second
+    ranks.run(range(1), arrive=False, wait=True)  # rank 1 has not reached the second
     assert ranks.status[0].tolist() == [1, PHASE, 1, 2]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a stream runs one kernel after another")
 def test_a_wait_ends_when_the_peer_arrives_later():
     ranks = Ranks(2)
-    ranks.run(range(0, 1), arrive=True, wait=False)
+    ranks.run(range(1), arrive=True, wait=False)
 
     def arrive_late() -> None:
         ranks.control[0, 1] = 1
 
     timer = threading.Timer(0.05, arrive_late)
     timer.start()
-    ranks.run(range(0, 1), arrive=False, wait=True, polls=100_000)
+    ranks.run(range(1), arrive=False, wait=True, polls=100_000)
     timer.join()
     assert not ranks.status.any()

@@ -11,11 +11,29 @@ from kernels.exchange import transfer
 from tests.kernels.exchange.loopback import DEVICE, Case, addresses_of, make_case
 
 CASES = {
-    "no copies": dict(num_ranks=2, num_experts=4, top_k=1, tokens=[0, 0]),
-    "one rank": dict(num_ranks=1, num_experts=4, top_k=2, tokens=[3]),
-    "one hot expert": dict(num_ranks=4, num_experts=8, top_k=3, tokens=[6, 5, 7, 6], kind="one_hot_expert"),
-    "hot home group": dict(num_ranks=4, num_experts=12, top_k=3, tokens=[8] * 4, kind="one_hot_home_group"),
-    "three ranks": dict(num_ranks=3, num_experts=15, top_k=2, tokens=[9, 3, 30], kind="rotating_hotspot"),
+    "no copies": {"num_ranks": 2, "num_experts": 4, "top_k": 1, "tokens": [0, 0]},
+    "one rank": {"num_ranks": 1, "num_experts": 4, "top_k": 2, "tokens": [3]},
+    "one hot expert": {
+        "num_ranks": 4,
+        "num_experts": 8,
+        "top_k": 3,
+        "tokens": [6, 5, 7, 6],
+        "kind": "one_hot_expert",
+    },
+    "hot home group": {
+        "num_ranks": 4,
+        "num_experts": 12,
+        "top_k": 3,
+        "tokens": [8] * 4,
+        "kind": "one_hot_home_group",
+    },
+    "three ranks": {
+        "num_ranks": 3,
+        "num_experts": 15,
+        "top_k": 2,
+        "tokens": [9, 3, 30],
+        "kind": "rotating_hotspot",
+    },
 }
 # Sizes around a tile of 4096 words (8192 bf16): smaller, one more vector, two tiles.
 SIZES = {"no copies": 64, "one rank": 64, "one hot expert": 264, "hot home group": 8200, "three ranks": 16384}
@@ -100,7 +118,7 @@ def test_gradients_come_home(name, slot_dtype):
 def test_sizes_that_are_no_whole_vectors_are_refused():
     case = make_case(**CASES["one hot expert"])
     at = torch.zeros(4, 1, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match="24 bytes.*multiple of 16"):
+    with pytest.raises(ValueError, match=r"24 bytes.*multiple of 16"):
         transfer.push_copies(case.shards, holders(case), at, at, 24)
-    with pytest.raises(ValueError, match="12 elements.*multiple of 8"):
+    with pytest.raises(ValueError, match=r"12 elements.*multiple of 8"):
         transfer.return_gradients(case.shards, holders(case), at, at, 12)

@@ -1,4 +1,6 @@
-"""What the compiler makes of the exchange kernels for Hopper: 16-byte accesses, no spills, room for many programs."""
+"""What the compiler makes of the exchange kernels for Hopper: 16-byte accesses, no spills, room for many
+programs.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,16 @@ def push(H: int, K: int) -> CompileCase:
     pointers = {"x": "i32", "targets": "i64", "weights": "fp32", "offsets": "i32", "group_rows": "i32"}
     kernel, types = signature("dispatch:push_kernel", pointers, "s NvS R first_rank groups J")
     block = 1 << (H // 2 - 1).bit_length()
-    constants = dict(K=K, K_PAD=K, WORDS=H // 2, BLOCK=block, LANES=1, WEIGHTED=True, RECORDS=True)
-    constants |= dict(WIDE=False, CONTROLLED=True)
+    constants = {
+        "K": K,
+        "K_PAD": K,
+        "WORDS": H // 2,
+        "BLOCK": block,
+        "LANES": 1,
+        "WEIGHTED": True,
+        "RECORDS": True,
+    }
+    constants |= {"WIDE": False, "CONTROLLED": True}
     return CompileCase(kernel, types, constants, num_warps=block // 1024)
 
 
@@ -30,28 +40,24 @@ def replicate(H: int, K: int) -> CompileCase:
     kernel, types = signature("dispatch:replicate_kernel", {"offsets": "i32"}, "R first_rank groups")
     block = 1 << (H // 2 - 1).bit_length()
     return CompileCase(
-        kernel, types, dict(K=K, WORDS=H // 2, BLOCK=block, CONTROLLED=True), num_warps=block // 1024
+        kernel, types, {"K": K, "WORDS": H // 2, "BLOCK": block, "CONTROLLED": True}, num_warps=block // 1024
     )
 
 
 def presum(H: int, K: int) -> CompileCase:
-    kernel, types = signature(
-        "combine:presum_kernel", {"y": "bf16", "offsets": "i32"}, "NvS R first_rank groups"
-    )
-    constants = dict(K=K, H=H, BLOCK=1024, WEIGHTED=True, DIRECT=True, CONTROLLED=True)
-    return CompileCase(kernel, types, constants | sums(), num_warps=2)
+    kernel, types = signature("combine:presum_kernel", {"offsets": "i32"}, "R first_rank groups")
+    return CompileCase(kernel, types, {"K": K, "H": H, "UNROLL": 4} | sums())
 
 
 def final_sum(H: int, K: int) -> CompileCase:
-    kernel, types = signature(
-        "combine:final_sum_kernel", {"y": "bf16", "targets": "i64", "out": "bf16"}, "s NvS R first_rank J"
-    )
-    constants = dict(K=K, K_PAD=K, H=H, BLOCK=1024, WEIGHTED=True, DIRECT=True, WIDE=False, CONTROLLED=True)
-    return CompileCase(kernel, types, constants | sums(), num_warps=2)
+    pointers = {"sources": "i64", "entries": "i32", "counts": "i32", "weights": "fp32", "out": "bf16"}
+    kernel, types = signature("combine:final_sum_kernel", pointers, "s R first_rank")
+    return CompileCase(kernel, types, {"K": K, "H": H, "UNROLL": 8} | sums())
 
 
-def sums() -> dict[str, str]:
-    return {"SUM": "tl.float32", "PARTIAL": "tl.bfloat16"}
+def sums() -> dict[str, object]:
+    types = {"ROW": "tl.bfloat16", "SUM": "tl.float32", "PARTIAL": "tl.bfloat16"}
+    return {"BLOCK": 1024, "WEIGHTED": True, "CONTROLLED": True} | types
 
 
 def copies(kernel: str, size: str, constants: dict) -> CompileCase:
@@ -59,7 +65,7 @@ def copies(kernel: str, size: str, constants: dict) -> CompileCase:
         ("holders", "counts", "copied", "num_copied"), "i32"
     )
     name, types = signature(f"copies:{kernel}", pointers, f"R epn slots first_rank {size} programs")
-    return CompileCase(name, types, dict(PARTS=3, CONTROLLED=True) | constants)
+    return CompileCase(name, types, {"PARTS": 3, "CONTROLLED": True} | constants)
 
 
 CASES = {
@@ -89,6 +95,6 @@ def reports() -> dict[str, CompileReport]:
 def test_no_spills_and_sixteen_bytes_a_thread(reports, name):
     report = reports[name]
     assert report.stack == 0 and report.spill == 0, report
-    assert report.registers <= 168, report
-    assert report.stores[16] >= 2, report
-    assert report.loads[16] >= 2, report
+    assert report.registers <= 96, report
+    assert report.stores[16] >= 1, report
+    assert report.loads[16] >= 4, report
