@@ -1,7 +1,8 @@
 """Compiles Triton kernels for Hopper on a machine without a GPU and reads what the compiler made of them.
 
 The report answers, before any GPU time is spent: does it spill, how many programs fit a multiprocessor, do
-the matrix products use wgmma (HGMMA), are global loads and stores wide. Compilation happens in a process of its
+the matrix products use wgmma (HGMMA), are global loads and stores wide. Compilation happens in a process of
+its
 own with TRITON_INTERPRET unset, so tests that interpret kernels can also gate on reports.
 """
 

@@ -1,16 +1,22 @@
-"""Third backward launch: gradients of q, k and the decay, in parallel over chunks, value heads and slices of K.
+"""Third backward launch: gradients of q, k and the decay, in parallel over chunks, value heads and slices of
+K.
 
-With H the state before and dS its gradient after the chunk, U = beta Z, W = beta X, and the exponent factors f of
-prepare.py (each pair of a row r and an earlier key s meets at one halfway point: q_r f_r, k_r f_r against k_s f_s):
+With H the state before and dS its gradient after the chunk, U = beta Z, W = beta X, and the exponent factors
+f of
+prepare.py (each pair of a row r and an earlier key s meets at one halfway point: q_r f_r, k_r f_r against
+k_s f_s):
 
     dq = e^G (scale dO H^T) + sum f (dP (k f)) + diag(dP) k
     dk = e^G (-W H^T) + sum f (dL (k f)) + e^(G_C - G) (U dS^T) + sum f (dP^T (q f) + dL^T (k f)) + diag(dP) q
 
-The decay's gradient follows the same sums: an exponent is a 0/1 sum of log decays, so its gradient is spread back over
-exactly those tokens. Every term carries the decay it passes through, so nothing cancels: a token whose decay is zero
+The decay's gradient follows the same sums: an exponent is a 0/1 sum of log decays, so its gradient is spread
+back over
+exactly those tokens. Every term carries the decay it passes through, so nothing cancels: a token whose decay
+is zero
 gets a zero, not the noise of a difference.
 
-Legend: C = 64 tokens of a chunk, four blocks (axis 0) of B = 16 tokens (axis 1), D channels of a slice (axis 2).
+Legend: C = 64 tokens of a chunk, four blocks (axis 0) of B = 16 tokens (axis 1), D channels of a slice (axis
+2).
 """
 
 from __future__ import annotations
@@ -58,8 +64,11 @@ def blocks_transposed(x):
 
 
 @triton.jit
-def across_blocks(q, k, g_high, g_low, dp, dp_t, dl, unit, sum_masks_ptr, spread_masks_ptr, half_masks_ptr, which):
-    """Parts [C, D] of dq, dk and dg from the pairs that meet in the middle of 2h tokens, h = 16 (0) or 32 (1)."""
+def across_blocks(
+    q, k, g_high, g_low, dp, dp_t, dl, unit, sum_masks_ptr, spread_masks_ptr, half_masks_ptr, which
+):
+    """Parts [C, D] of dq, dk and dg from the pairs that meet in the middle of 2h tokens, h = 16 (0) or 32
+    (1)."""
     f = tl.exp2(sums(load_mask(sum_masks_ptr, which + 2), g_high, g_low))
     k_f = k * f.to(tl.float16)
     q_f = q * f.to(tl.float16)
@@ -74,7 +83,8 @@ def across_blocks(q, k, g_high, g_low, dp, dp_t, dl, unit, sum_masks_ptr, spread
 
 @triton.jit
 def within_blocks(q_t, k_t, g_high_t, g_low_t, dp, dp_t, dl, unit, level, r, s):
-    """The same for h < 16, all blocks at once and channels first [4, D, B]: no operand moves between threads."""
+    """The same for h < 16, all blocks at once and channels first [4, D, B]: no operand moves between
+    threads."""
     rows = half_mask(r, s, level)
     keys = half_mask(s, r, level)
     to_token = between_mask(s, r, level)
@@ -193,7 +203,9 @@ def kda_gradient_kernel(
         value = v0 + tl.arange(0, BV)
         value_tile = tile * (CHUNK * V) + token[:, None] * V + value[None, :]
         state_tile = tile * (V * KP) + value[:, None] * KP + column
-        do = tl.load(do_row[:, None] + value[None, :], mask=present[:, None] & (value < V)[None, :], other=0.0)
+        do = tl.load(
+            do_row[:, None] + value[None, :], mask=present[:, None] & (value < V)[None, :], other=0.0
+        )
         x = tl.load(x_ptr + value_tile, mask=(value < V)[None, :], other=0.0)
         z = tl.load(z_ptr + value_tile, mask=(value < V)[None, :], other=0.0)
         h = tl.load(h_ptr + state_tile, mask=(value < V)[:, None], other=0.0)
@@ -253,7 +265,8 @@ def kda_gradient_kernel(
         dk += dk_part
         dg += dg_part
 
-    # Halves of 8, 4, 2 and 1 tokens: each block by itself, channels first, so that no operand moves between threads.
+    # Halves of 8, 4, 2 and 1 tokens: each block by itself, channels first, so that no operand moves between
+    # threads.
     r16 = tl.arange(0, BLOCK)[None, :, None]
     s16 = tl.arange(0, BLOCK)[None, None, :]
     corner = tile * (CHUNK * CHUNK) + tl.arange(0, 4)[:, None, None] * (BLOCK * CHUNK + BLOCK)

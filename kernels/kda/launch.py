@@ -1,6 +1,8 @@
-"""Sizes, workspace and launches of the KDA kernels. No launch reads a tensor on the host; grids depend on shapes alone.
+"""Sizes, workspace and launches of the KDA kernels. No launch reads a tensor on the host; grids depend on
+shapes alone.
 
-Legend: B batch, T tokens, N sequences, H query/key heads, HV value heads, K key and V value channels, C = 64 tokens of
+Legend: B batch, T tokens, N sequences, H query/key heads, HV value heads, K key and V value channels, C = 64
+tokens of
 a chunk, KP = K padded to a power of two, S chunk slots (tiles.py).
 """
 
@@ -75,10 +77,13 @@ class Workspace:
     row_scale: torch.Tensor  # [S, HV, 2, C] of q and k: 1 / norm, or the power of two that stands for it
 
     def tiles(self) -> list[TensorDescriptor]:
-        """The operands of the scans as rows of [C, width] tiles: loads by the copy engine cost no address registers."""
+        """The operands of the scans as rows of [C, width] tiles: loads by the copy engine cost no address
+        registers."""
         operands = (self.q_decayed, self.k_decayed, self.k_remaining, self.n, self.p)
         return [
-            TensorDescriptor(x, [max(1, x.numel() // x.shape[-1]), x.shape[-1]], [x.shape[-1], 1], [CHUNK, x.shape[-1]])
+            TensorDescriptor(
+                x, [max(1, x.numel() // x.shape[-1]), x.shape[-1]], [x.shape[-1], 1], [CHUNK, x.shape[-1]]
+            )
             for x in operands
         ]
 
@@ -104,7 +109,8 @@ class Workspace:
 
 @dataclass
 class Saved:
-    """What the forward scan leaves for the backward: Z [S, HV, C, V] and the state before each chunk [S, HV, V, KP]."""
+    """What the forward scan leaves for the backward: Z [S, HV, C, V] and the state before each chunk [S, HV,
+    V, KP]."""
 
     z: torch.Tensor
     h: torch.Tensor
@@ -120,9 +126,11 @@ class Saved:
 def token_masks(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """0/1 matrices [4, C, C] over pairs of tokens, made once a device.
 
-    sums, fp16: row r names the tokens s <= r; s > r; s between r and the middle of its block of 32; and of 64 tokens.
+    sums, fp16: row r names the tokens s <= r; s > r; s between r and the middle of its block of 32; and of
+    64 tokens.
     spreads, bf16: their transposes.
-    halves, fp16: pairs (r, s) of a block of 32 tokens with r in its second and s in its first half; the reverse; the
+    halves, fp16: pairs (r, s) of a block of 32 tokens with r in its second and s in its first half; the
+    reverse; the
     same two for blocks of 64 tokens.
     """
     r = torch.arange(CHUNK, device=device)[:, None]
@@ -139,7 +147,9 @@ def token_masks(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def row_strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of batch, token and head of a [B, T, heads, dim] or [B, T, heads] tensor."""
+    """Strides of batch, token and head of a [B, T, heads, dim] or [B, T, heads] tensor; channels are
+    contiguous."""
+    assert x.dim() == 3 or x.shape[-1] == 1 or x.stride(-1) == 1, x.stride()
     return x.stride(0), x.stride(1), x.stride(2)
 
 
@@ -298,7 +308,8 @@ def reverse_scan(
 
 @dataclass
 class Gradients:
-    """q, k [B, T, HV, K] (per value head), g [B, T, HV, K], beta [B, T, HV]; parameters summed per chunk, fp32."""
+    """q, k [B, T, HV, K] (per value head), g [B, T, HV, K], beta [B, T, HV]; parameters summed per chunk,
+    fp32."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -4,7 +4,8 @@ With U = beta Z and W = beta X, for s <= r (dL: s < r),
 
     dP = scale dO U^T,   dL = -W U^T,   dbeta = X.Z,   dv = W,
 
-and the row sums that the gradient of the L2 norm needs: q.dq = o.dO and k.dk = 2 beta dbeta - v.dv. dP, its transpose
+and the row sums that the gradient of the L2 norm needs: q.dq = o.dO and k.dk = 2 beta dbeta - v.dv. dP, its
+transpose
 and dL + dL^T are left in fp16 under one power of two a chunk: the third launch reads them as matrix operands.
 
 Legend: C = 64 tokens of a chunk, VP value channels padded to a power of two.
@@ -23,7 +24,9 @@ def power_of_two_unit(x):
     """(2^-e, 2^e) that bring the largest magnitude of a tile to 2^14..2^15, for fp16."""
     bits = tl.max(tl.max(tl.abs(x), axis=1), axis=0).to(tl.int32, bitcast=True)
     exponent = tl.maximum(bits >> 23, 15)
-    return ((268 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return ((268 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 14) << 23).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit(do_not_specialize=["T", "num_sequences"])
@@ -105,7 +108,9 @@ def kda_pairs_kernel(
     x = x.to(tl.float32)
     d_beta = tl.sum(x * z.to(tl.float32), axis=1)
     if L2NORM:
-        outputs = tl.load(o_ptr + (out_row * V)[:, None] + value[None, :], mask=inside, other=0.0).to(tl.float32)
+        outputs = tl.load(o_ptr + (out_row * V)[:, None] + value[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         tl.store(rows_tile + CHUNK, tl.sum(outputs * do.to(tl.float32), axis=1))
         v_row = v_ptr + batch * v_stride_b + head * v_stride_h + position * v_stride_t
         values = tl.load(v_row[:, None] + value[None, :], mask=inside, other=0.0).to(tl.float32)

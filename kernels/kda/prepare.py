@@ -1,4 +1,5 @@
-"""First forward launch: everything of a chunk that does not need the state, in parallel over chunks and heads.
+"""First forward launch: everything of a chunk that does not need the state, in parallel over chunks and
+heads.
 
 With G the running sum of the log decay inside a chunk, L_rs = sum_d k_rd k_sd e^(G_rd - G_sd) for s < r, and
 P_rs = sum_d q_rd k_sd e^(G_rd - G_sd) for s <= r, the program writes
@@ -7,11 +8,14 @@ P_rs = sum_d q_rd k_sd e^(G_rd - G_sd) for s <= r, the program writes
 
 so that the scan needs products alone: Z = Y + N (beta Y) with Y = V - K~ S, U = beta Z.
 
-Exponents are split at halfway points: in a block of 2h tokens, a row of the second half and a key of the first are
-both decayed to the middle, so each factor is at most 1 whatever the gate, fits fp16, and knows no later token. Halves
+Exponents are split at halfway points: in a block of 2h tokens, a row of the second half and a key of the
+first are
+both decayed to the middle, so each factor is at most 1 whatever the gate, fits fp16, and knows no later
+token. Halves
 of 32, 16, 8, 4, 2, 1 tokens cover every pair s < r once.
 
-Legend: C = 64 tokens of a chunk, four blocks (axis 0) of B = 16 tokens (axis 1), D channels of a slice (axis 2).
+Legend: C = 64 tokens of a chunk, four blocks (axis 0) of B = 16 tokens (axis 1), D channels of a slice (axis
+2).
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from kernels.kda.tiles import (
 
 @triton.jit
 def half_mask(r, s, level):
-    """Pairs (row, key) of one block of 2h tokens, h = 2^level, with the row in its second and the key in its first half."""
+    """Pairs (row, key) of one block of 2h tokens, h = 2^level, with the row in its second and the key in its
+    first half."""
     return ((r >> level + 1) == (s >> level + 1)) & ((r >> level) > (s >> level))
 
 
@@ -46,7 +51,8 @@ def between_mask(r, s, level):
 
 @triton.jit
 def load_mask(masks_ptr, which):
-    """One 0/1 matrix [C, C] of `launch.token_masks`: loaded, because built in registers it costs more than the product."""
+    """One 0/1 matrix [C, C] of `launch.token_masks`: loaded, because built in registers it costs more than
+    the product."""
     token = tl.arange(0, CHUNK)
     return tl.load(masks_ptr + which * (CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :])
 
@@ -73,7 +79,8 @@ def split_half(x):
 
 @triton.jit
 def inverse_in_block(lower, beta_s, r, s):
-    """N of each block from its strictly lower L: [4, B, B]. Doubles the halves: N21 = -(I + N22 b) L21 (I + b N11)."""
+    """N of each block from its strictly lower L: [4, B, B]. Doubles the halves: N21 = -(I + N22 b) L21 (I +
+    b N11)."""
     n = tl.where(half_mask(r, s, 0), -lower, 0.0)
     for level in tl.static_range(1, 4):
         part = tl.where(half_mask(r, s, level), lower, 0.0)
@@ -176,7 +183,9 @@ def kda_prepare_kernel(
         k_scale = power_of_two_norm(k_squares)
 
     raw_beta = tl.load(
-        beta_ptr + batch64 * beta_stride_b + head * beta_stride_h + position * beta_stride_t, mask=present, other=0.0
+        beta_ptr + batch64 * beta_stride_b + head * beta_stride_h + position * beta_stride_t,
+        mask=present,
+        other=0.0,
     ).to(tl.float32)
     beta = tl.where(present, write_strength(raw_beta, BETA), 0.0)
     tile = tl.cast(program, tl.int64)

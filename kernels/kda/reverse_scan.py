@@ -1,11 +1,13 @@
-"""First backward launch: the chunks of a sequence from last to first, one program a (sequence, head, slice of V).
+"""First backward launch: the chunks of a sequence from last to first, one program a (sequence, head, slice
+of V).
 
 With dS the gradient of the state after a chunk, held transposed as in the forward scan,
 
     dU = scale P^T dO + K^ dS,   X = dU + N^T (beta dU),   W = beta X,
     dS <- e^(G_C) dS + scale Q~^T dO - K~^T W.
 
-It writes X, from which dv = W, dbeta = X.Z and the gradient of every key and gate follow, and dS after each chunk.
+It writes X, from which dv = W, dbeta = X.Z and the gradient of every key and gate follow, and dS after each
+chunk.
 Operands enter as fp16 under a power of two per row, as in the forward scan.
 """
 

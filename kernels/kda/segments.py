@@ -1,8 +1,12 @@
-"""Segment-parallel scans: where one long sequence has too few heads to fill the GPU, its segments run side by side.
+"""Segment-parallel scans: where one long sequence has too few heads to fill the GPU, its segments run side
+by side.
 
-Over a segment the state map is affine, S_out = M S_in + B. B is the segment's scan from a zero state, M its scan from
-the identity with v = 0; a short chain over segments gives every S_in, and the last pass runs all segments at once from
-the right states. The reverse scan is the same with M transposed: dS_in = M^T dS_out + D. Exact up to rounding, forward
+Over a segment the state map is affine, S_out = M S_in + B. B is the segment's scan from a zero state, M its
+scan from
+the identity with v = 0; a short chain over segments gives every S_in, and the last pass runs all segments at
+once from
+the right states. The reverse scan is the same with M transposed: dS_in = M^T dS_out + D. Exact up to
+rounding, forward
 and backward, and the same kernels throughout: a segment is a packed sequence to them.
 
 Legend: G segments, HV value heads, K key and V value channels.
@@ -24,7 +28,8 @@ PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 
 def split(problem: Problem, device: torch.device) -> tuple[Problem, torch.Tensor] | None:
-    """The problem as segments of its one sequence, with their device cu_seqlens; None where that does not pay."""
+    """The problem as segments of its one sequence, with their device cu_seqlens; None where that does not
+    pay."""
     if problem.varlen or problem.B != 1:
         return None
     chunks = triton.cdiv(problem.T, CHUNK)
@@ -39,15 +44,20 @@ def split(problem: Problem, device: torch.device) -> tuple[Problem, torch.Tensor
 
 
 def states_before(
-    problem: Problem, work: Workspace, v: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor
+    problem: Problem,
+    work: Workspace,
+    v: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """State before every segment, in the layout of `initial_state`, and the transitions M [G, HV, K, K]; fp32."""
+    """State before every segment, in the layout of `initial_state`, and the transitions M [G, HV, K, K];
+    fp32."""
     zero_start = torch.empty(problem.state_shape, dtype=torch.float32, device=v.device)
     launch.scan(problem, work, v, None, zero_start, None, cu_seqlens, want_output=False)
     unit = replace(problem, V=problem.K, v_first=False)
     transition = torch.empty(unit.state_shape, dtype=torch.float32, device=v.device)
     identity = torch.eye(problem.K, device=v.device).expand(unit.state_shape).contiguous()
-    nothing = v.new_zeros(1).expand(1, problem.T, problem.HV, problem.K)
+    nothing = v.new_zeros(problem.K).expand(1, problem.T, problem.HV, problem.K)
     launch.scan(unit, work, nothing, identity, transition, None, cu_seqlens, want_output=False)
     states = torch.zeros_like(zero_start)
     if initial_state is not None:
@@ -90,7 +100,8 @@ def scan(
     saved: Saved | None,
     cu_seqlens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`launch.scan` over segments: o and the transitions; `final_state` [1, ...] and `saved` filled where given."""
+    """`launch.scan` over segments: o and the transitions; `final_state` [1, ...] and `saved` filled where
+    given."""
     states, transition = states_before(problem, work, v, initial_state, cu_seqlens)
     finals = torch.empty_like(states) if final_state is not None else None
     o = launch.scan(problem, work, v, states, finals, saved, cu_seqlens)

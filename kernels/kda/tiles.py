@@ -1,8 +1,11 @@
 """What the KDA kernels share: chunk slots, masked loads, gates, fp16 operands under a row scale.
 
-Legend: C = 64 tokens of a chunk, B = 16 tokens of a block, D channels of a slice. A *slot* is the place of one chunk
-in the workspace: sequence n of a packed batch owns the slots from cu_seqlens[n] // C + n on. That is never less than
-the ceil(length / C) it needs, so a program finds its chunk by bisection and no host or extra launch counts chunks.
+Legend: C = 64 tokens of a chunk, B = 16 tokens of a block, D channels of a slice. A *slot* is the place of
+one chunk
+in the workspace: sequence n of a packed batch owns the slots from cu_seqlens[n] // C + n on. That is never
+less than
+the ceil(length / C) it needs, so a program finds its chunk by bisection and no host or extra launch counts
+chunks.
 All exponents are base 2.
 """
 
@@ -14,7 +17,8 @@ import triton.language as tl
 CHUNK = tl.constexpr(64)
 BLOCK = tl.constexpr(16)
 LOG2E = tl.constexpr(1.4426950408889634)
-# 2^-160 is zero in fp32, so a stronger decay of one token changes nothing; the clamp keeps sums of exponents small
+# 2^-160 is zero in fp32, so a stronger decay of one token changes nothing; the clamp keeps sums of exponents
+# small
 # enough to be exact where it matters.
 MIN_LOG2_DECAY = tl.constexpr(-160.0)
 NORM_EPS = tl.constexpr(1e-6)
@@ -65,7 +69,8 @@ def sigmoid(x):
 
 @triton.jit
 def gate_log2(raw, rate, bias, lower_bound, GATE: tl.constexpr):
-    """Log2 decay of a token from its logit (or its given log decay), clamped to what fp32 can tell from zero."""
+    """Log2 decay of a token from its logit (or its given log decay), clamped to what fp32 can tell from
+    zero."""
     if GATE == 0:
         decay = raw
     elif GATE == 1:
@@ -98,7 +103,8 @@ def write_strength(raw, BETA: tl.constexpr):
 
 @triton.jit
 def row_exponent(x):
-    """Biased exponent of each row's largest magnitude, held where its power of two and the inverse are normal."""
+    """Biased exponent of each row's largest magnitude, held where its power of two and the inverse are
+    normal."""
     bits = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True)
     return tl.maximum(bits >> 23, 15)
 
@@ -113,7 +119,8 @@ def inverse_unit(exponent):
 def to_half(x, exponent):
     """x / 2^(e - 14) as fp16 per row, and the power of two that undoes it.
 
-    The largest magnitude becomes 2^14..2^15, so that values down to 2^-28 of it stay normal: a token's rounding does
+    The largest magnitude becomes 2^14..2^15, so that values down to 2^-28 of it stay normal: a token's
+    rounding does
     not depend on later tokens of the row.
     """
     unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
@@ -122,7 +129,8 @@ def to_half(x, exponent):
 
 @triton.jit
 def add_product(total, decay, x_half, unit, exponent, tile):
-    """total * decay + (x_half * unit) @ tile, with the product accumulated in place: no second accumulator is live.
+    """total * decay + (x_half * unit) @ tile, with the product accumulated in place: no second accumulator
+    is live.
 
     total is scaled by an exact power of two and back; `exponent` must be at least that of total minus 20.
     """

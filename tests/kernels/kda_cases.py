@@ -36,16 +36,16 @@ class Case:
         return self.B if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def flags(self) -> dict:
-        return dict(
-            use_qk_l2norm_in_kernel=self.l2_norm,
-            use_gate_in_kernel=self.gate != "given",
-            use_beta_sigmoid_in_kernel=self.beta > 0,
-            allow_neg_eigval=self.beta == 2,
-            lower_bound=-5.0 if self.gate == "bounded" else None,
-            state_v_first=self.v_first,
-            output_final_state=True,
-            cu_seqlens=None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, device=DEVICE),
-        )
+        return {
+            "use_qk_l2norm_in_kernel": self.l2_norm,
+            "use_gate_in_kernel": self.gate != "given",
+            "use_beta_sigmoid_in_kernel": self.beta > 0,
+            "allow_neg_eigval": self.beta == 2,
+            "lower_bound": -5.0 if self.gate == "bounded" else None,
+            "state_v_first": self.v_first,
+            "output_final_state": True,
+            "cu_seqlens": None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, device=DEVICE),
+        }
 
 
 def make_inputs(case: Case) -> dict[str, torch.Tensor]:

@@ -1,7 +1,9 @@
 """The Triton KDA kernels against the fp64 recurrence: values, gradients and the edges.
 
-Tolerances are RMS error over RMS reference. Rounding an output to bfloat16 alone costs 1.7e-3; the kernels' fp16
-operands under a row scale add less than that to o and the state. Gradients pass a bfloat16 Z, X and state besides.
+Tolerances are RMS error over RMS reference. Rounding an output to bfloat16 alone costs 1.7e-3; the kernels'
+fp16
+operands under a row scale add less than that to o and the state. Gradients pass a bfloat16 Z, X and state
+besides.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def test_values_and_gradients(name):
 
 @pytest.mark.parametrize("gate", ["bounded", "given"])
 def test_a_suffix_changes_no_bit_of_the_prefix(gate):
-    """Scales, anchors and paths must not look ahead: outputs and gradients of P tokens know nothing of the rest."""
+    """Scales, anchors and paths must not look ahead: outputs and gradients of P tokens know nothing of the
+    rest."""
     case = Case(T=41, gate=gate, beta=1)
     P = 22
     first = make_inputs(case)
@@ -90,7 +93,8 @@ def test_is_bitwise_repeatable():
     [(1, 8.0, -12.0, 2e-2), (2, 8.0, -4.0, 2e-2), (2, 8.0, -12.0, None)],
 )
 def test_identical_keys(beta_mode, beta_logit, raw_gate, limit):
-    """One key repeated for all q = k: the inverse is a telescoping sum. Beta -> 2 without decay is a reflection that
+    """One key repeated for all q = k: the inverse is a telescoping sum. Beta -> 2 without decay is a
+    reflection that
     amplifies rounding: there, finite is what 16-bit operands can promise."""
     case = Case(T=128, beta=beta_mode, raw_gate=raw_gate)
     inputs = make_inputs(case)
@@ -147,7 +151,8 @@ def test_nothing_or_one_token(case):
 
 
 def test_strided_inputs_and_poisoned_padding():
-    """q, k, v, g as slices of one wide row, as a fused projection leaves them, with NaN around every slice."""
+    """q, k, v, g as slices of one wide row, as a fused projection leaves them, with NaN around every
+    slice."""
     case = Case(T=20, K=72, V=40)
     inputs = make_inputs(case)
     expected = triton(case, inputs)
@@ -224,14 +229,15 @@ def test_captures_into_a_graph_with_device_cu_seqlens():
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """T x H x K beyond int32: the end of the long tensor equals a short run that starts from the same state."""
+    """T x H x K beyond int32: the end of the long tensor equals a short run that starts from the same
+    state."""
     T, H = 600_000, 32
     generator = torch.Generator(device="cuda").manual_seed(0)
     q, k, v, g = (torch.randn(1, T, H, 128, generator=generator, device="cuda").bfloat16() for _ in range(4))
     beta = torch.randn(1, T, H, generator=generator, device="cuda").bfloat16()
-    flags = Case().flags() | dict(
-        A_log=torch.zeros(H, device="cuda"), dt_bias=torch.zeros(H, 128, device="cuda")
-    )
+    flags = Case().flags() | {
+        "A_log": torch.zeros(H, device="cuda"), "dt_bias": torch.zeros(H, 128, device="cuda")
+    }
     cut = T - 640
     tensors = (q, k, v, g, beta)
     from kernels.kda import chunk_kda
