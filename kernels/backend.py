@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 
@@ -15,6 +16,7 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@cache
 def triton_available() -> bool:
     """True where Triton can be imported. Does not import it."""
     return importlib.util.find_spec("triton") is not None
@@ -23,7 +25,8 @@ def triton_available() -> bool:
 def use_triton(backend: str, tensor: torch.Tensor) -> bool:
     """Whether an operator on `tensor` runs its Triton kernel.
 
-    "auto" takes Triton on CUDA and the reference elsewhere; "triton" insists (CPU tensors need TRITON_INTERPRET=1).
+    "auto" takes Triton on CUDA and the reference elsewhere; "triton" insists (CPU tensors need
+    TRITON_INTERPRET=1).
 
     Raises:
         ValueError: unknown backend, or Triton asked for where it cannot run.

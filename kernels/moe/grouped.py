@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -171,8 +172,7 @@ def _empty_factors(rows_NH: torch.Tensor, home: ExpertWeights) -> Factors:
 def grouped_matmul(rows_NK: torch.Tensor, weight_GKM: torch.Tensor, ends_G: list[int]) -> torch.Tensor:
     """[N, M]: each group of rows times its own matrix. `ends_G[-1]` = N."""
     if _fits_grouped_mm(rows_NK, weight_GKM):
-        offsets = torch.tensor(ends_G, dtype=torch.int32, device=rows_NK.device)
-        return F.grouped_mm(rows_NK, weight_GKM[: len(ends_G)], offs=offsets)
+        return F.grouped_mm(rows_NK, weight_GKM[: len(ends_G)], offs=_as_tensor(tuple(ends_G)))
     out = rows_NK.new_empty(len(rows_NK), weight_GKM.shape[2])
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends_G])):
         torch.mm(rows_NK[start:end], weight_GKM[group], out=out[start:end])
@@ -182,12 +182,17 @@ def grouped_matmul(rows_NK: torch.Tensor, weight_GKM: torch.Tensor, ends_G: list
 def grouped_outer(a_NM: torch.Tensor, b_NK: torch.Tensor, ends_G: list[int]) -> torch.Tensor:
     """[G, M, K]: `a^T b` over the rows of each group; zero for an empty one."""
     if _fits_grouped_mm(a_NM, b_NK):
-        offsets = torch.tensor(ends_G, dtype=torch.int32, device=a_NM.device)
-        return F.grouped_mm(a_NM.T, b_NK, offs=offsets)
+        return F.grouped_mm(a_NM.T, b_NK, offs=_as_tensor(tuple(ends_G)))
     out = a_NM.new_empty(len(ends_G), a_NM.shape[1], b_NK.shape[1])
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends_G])):
         torch.mm(a_NM[start:end].T, b_NK[start:end], out=out[group])
     return out
+
+
+@lru_cache(maxsize=4)
+def _as_tensor(ends_G: tuple[int, ...]) -> torch.Tensor:
+    """On the CPU; one call of the FFN asks for the same two lists up to nine times."""
+    return torch.tensor(ends_G, dtype=torch.int32)
 
 
 def _fits_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -255,7 +260,5 @@ class _GroupedFFN(torch.autograd.Function):
         rows, offsets, *rest = ctx.saved_tensors
         saved, weights = Factors(*rest[:3]), rest[3:]
         copies = None if weights[3] is None else tuple(weights[3:])
-        d = grouped_ffn_backward(
-            d_out, rows, offsets, tuple(weights[:3]), copies, saved=saved, **ctx.betas
-        )
+        d = grouped_ffn_backward(d_out, rows, offsets, tuple(weights[:3]), copies, saved=saved, **ctx.betas)
         return d.rows, None, None, None, *d.home, *(d.copies or (None, None, None))

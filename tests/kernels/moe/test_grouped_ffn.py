@@ -137,3 +137,28 @@ def test_bad_arguments_are_named():
         grouped_ffn(x, OFFSETS, home, (copies[0], copies[1], copies[2].mT))
     with pytest.raises(ValueError, match="one shape"):
         situ_glu(x, x[1:])
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_row_weights_scale_rows_and_get_their_gradient(saves):
+    """Folded into the down projection, they are the same function in another order: 1e-12 in fp64."""
+    x, home, copies = case()
+    weights = torch.rand(len(x), dtype=x.dtype, requires_grad=True)
+    want = grouped_ffn(x, OFFSETS, home, copies) * weights.unsqueeze(1)
+    d_out = torch.randn_like(want)
+    gradients = torch.autograd.grad(want, (x, weights, *home, *copies), d_out)
+    out, saved = grouped_ffn_forward(x, OFFSETS, home, copies, row_weights_N=weights, save=saves)
+    assert (saved is None) != saves
+    got = grouped_ffn_backward(d_out, x, OFFSETS, home, copies, saved=saved, row_weights_N=weights)
+    pairs = zip((out, got.rows, got.row_weights, *got.home, *got.copies), (want, *gradients), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_results_may_overwrite_the_rows():
+    x, home, copies = case()
+    want = grouped_ffn(x, OFFSETS, home, copies)
+    rows = x.detach().clone()
+    rows[OFFSETS[-1] :] = 5
+    grouped_ffn_forward(rows, OFFSETS, home, copies, out=rows)
+    assert torch.equal(rows[: OFFSETS[-1]], want[: OFFSETS[-1]]) and bool((rows[OFFSETS[-1] :] == 5).all())
