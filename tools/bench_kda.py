@@ -144,9 +144,8 @@ def run(config: BenchKdaConfig) -> None:
         raise ConfigError("target=kda needs a CUDA device; none is visible to torch")
     if config.peer not in (None, "fla"):
         raise ConfigError(f"peer={config.peer!r} is unknown; allowed: fla")
-    print(
-        f"{'case':>14} {'fwd':>8} {'floor':>7} {'fwd+bwd':>8} {'floor':>7} {'GB':>6} {'peer fwd':>9} {'peer f+b':>9}"
-    )
+    heads = ("fwd", "floor", "fwd+bwd", "floor", "GB", "peer fwd", "peer f+b")
+    print(f"{'case':>14}" + "".join(f" {head:>9}" for head in heads))
     rows = []
     for case in config.cases:
         row = run_case(case, config.peer)

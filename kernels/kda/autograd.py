@@ -119,14 +119,16 @@ class KdaFunction(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else _rows(do)
         d_initial = None if initial_state is None else torch.empty_like(initial_state, dtype=torch.float32)
         d_final = _flat(d_final)
+        work = ctx.work
+        if work is None:  # the second backward of a retained graph
+            work = launch.prepare(problem, q, k, g, beta, A_log, dt_bias, cu_seqlens)
         if ctx.transition is None:
-            reverse = launch.reverse_scan(problem, ctx.work, do, d_final, d_initial, cu_seqlens)
+            reverse = launch.reverse_scan(problem, work, do, d_final, d_initial, cu_seqlens)
         else:
-            reverse = segments.reverse_scan(
-                problem, ctx.work, do, ctx.transition, d_final, d_initial, cu_seqlens
-            )
+            reverse = segments.reverse_scan(problem, work, do, ctx.transition, d_final, d_initial, cu_seqlens)
+        ctx.work, work = None, work.without_operands()
         grads = launch.gradient(
-            problem, ctx.work, ctx.saved, q, k, v, g, beta, A_log, dt_bias, o, do, reverse, cu_seqlens
+            problem, work, ctx.saved, q, k, v, g, beta, A_log, dt_bias, o, do, reverse, cu_seqlens
         )
         dq, dk = (_sum_group(x, problem).to(like.dtype) for x, like in ((grads.q, q), (grads.k, k)))
         d_A = (

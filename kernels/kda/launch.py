@@ -8,7 +8,7 @@ a chunk, KP = K padded to a power of two, S chunk slots (tiles.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -75,6 +75,11 @@ class Workspace:
     decay: torch.Tensor  # [S, HV, KP]
     beta: torch.Tensor  # [S, HV, C]
     row_scale: torch.Tensor  # [S, HV, 2, C] of q and k: 1 / norm, or the power of two that stands for it
+
+    def without_operands(self) -> Workspace:
+        """The vectors alone: what the backward still reads once the reverse scan is done."""
+        none = self.q_decayed.new_empty(0)
+        return replace(self, q_decayed=none, k_decayed=none, k_remaining=none, n=none, p=none)
 
     def tiles(self) -> list[TensorDescriptor]:
         """The operands of the scans as rows of [C, width] tiles: loads by the copy engine cost no address
