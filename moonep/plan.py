@@ -193,7 +193,7 @@ def _route(tables: _Tables, rank: int, ids_sK: torch.Tensor) -> Route:
     sizes = tables.geometry
     s, top_k = ids_sK.shape
     small = np.int16 if sizes.num_experts < 2**15 else np.int32  # 16 bits are sorted by radix
-    order = np.argsort(ids_sK.reshape(-1).numpy().astype(small), kind="stable")
+    order = np.argsort(ids_sK.reshape(-1).cpu().numpy().astype(small), kind="stable")
     firsts, lengths = _runs(tables, rank)
     begin = np.cumsum(lengths) - lengths
     in_order = np.repeat(firsts - begin, lengths) + np.arange(s * top_k)

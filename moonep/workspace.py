@@ -118,7 +118,7 @@ class Workspace:
                 agreement.row(
                     values,
                     (len(ids),),
-                    torch.bincount(ids.reshape(-1), minlength=geometry.num_experts),
+                    torch.bincount(ids.reshape(-1), minlength=geometry.num_experts).cpu(),
                 )
                 for ids in expert_ids
             ]

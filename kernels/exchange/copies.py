@@ -47,6 +47,15 @@ def pointer(address_ptr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def home_pointer(home_ptr, part, TYPE: tl.constexpr, TABLE: tl.constexpr):
+    """A part of the played rank's experts: from a table of addresses, or the one tensor given."""
+    if TABLE:
+        return pointer(home_ptr + part, TYPE)
+    else:
+        return tl.multiple_of(home_ptr.to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
 def piece(item, copied_ptr, tiles, PARTS: tl.constexpr):
     """(local expert, part, tile) of a piece of work."""
     tile = item % tiles
@@ -70,6 +79,7 @@ def push_copies_kernel(
     words,
     programs,
     PARTS: tl.constexpr,
+    TABLE: tl.constexpr,
     BLOCK: tl.constexpr,
     CONTROLLED: tl.constexpr,
 ):
@@ -88,7 +98,7 @@ def push_copies_kernel(
     for item in range(tl.program_id(0), total, programs):
         expert, part, tile = piece(item, copied_ptr + rank * epn, tiles, PARTS)
         word = tile * BLOCK + tl.arange(0, BLOCK)
-        source = pointer(home_ptr + played * PARTS + part, tl.int32) + expert * size
+        source = home_pointer(home_ptr, played * PARTS + part, tl.int32, TABLE) + expert * size
         data = tl.load(source + word, word < size)
         at = rank * epn + expert
         for i in range(tl.load(counts_ptr + at)):
@@ -113,6 +123,7 @@ def return_gradients_kernel(
     octets,
     programs,
     PARTS: tl.constexpr,
+    TABLE: tl.constexpr,
     BLOCK: tl.constexpr,
     HOME: tl.constexpr,
     SLOT: tl.constexpr,
@@ -135,7 +146,7 @@ def return_gradients_kernel(
         expert, part, tile = piece(item, copied_ptr + rank * epn, tiles, PARTS)
         element = tile * BLOCK + tl.arange(0, BLOCK)
         inside = element < size
-        home = pointer(home_ptr + played * PARTS + part, HOME) + expert * size
+        home = home_pointer(home_ptr, played * PARTS + part, HOME, TABLE) + expert * size
         gradient = tl.load(home + element, inside, other=0).to(SUM)
         at = rank * epn + expert
         for i in range(tl.load(counts_ptr + at)):

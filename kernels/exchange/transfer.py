@@ -440,13 +440,25 @@ def find_holders(first_row: torch.Tensor, slots: int) -> Holders:
     return found
 
 
+def _is_table(home: torch.Tensor, pool: torch.Tensor) -> bool:
+    """Whether `home` holds addresses, rather than being the one part of the one rank played."""
+    table = home.dtype == torch.int64 and home.dim() == 2
+    if not table and (pool.shape[1] != 1 or not home.is_contiguous() or home.data_ptr() % 16):
+        raise ValueError(
+            f"home {list(home.shape)} {home.dtype}: give int64 addresses [n, P], or one contiguous tensor, "
+            "16-byte aligned, for one rank and one part"
+        )
+    return table
+
+
 def push_copies(
     shards: Shards, holders: Holders, home: torch.Tensor, pool: torch.Tensor, part_bytes: int
 ) -> None:
     """Sends every copied expert of the played ranks to its slots, each read once for all its copies.
 
     Args:
-        home: int64 `[n, P]` addresses of the played ranks' weights, P parts `[epn, part_bytes]`.
+        home: int64 `[n, P]` addresses of the played ranks' weights, P parts `[epn, part_bytes]`; or, for one
+            rank and one part, the weights themselves.
         pool: int64 `[R, P]` addresses of all ranks' slots, `[slots, part_bytes]`.
         part_bytes: of one expert's part; a multiple of 16.
     """
@@ -468,7 +480,8 @@ def push_copies(
         shards.first_rank,
         part_bytes // 16,
         COPY_PROGRAMS,
-        PARTS=home.shape[1],
+        PARTS=pool.shape[1],
+        TABLE=_is_table(home, pool),
         BLOCK=TILE_WORDS,
         CONTROLLED=shards.controlled,
     )
@@ -508,7 +521,8 @@ def return_gradients(
         shards.first_rank,
         part_elements // 8,
         COPY_PROGRAMS,
-        PARTS=home.shape[1],
+        PARTS=pool.shape[1],
+        TABLE=_is_table(home, pool),
         BLOCK=TILE_WORDS,
         HOME=_triton_dtype(home_dtype),
         SLOT=_triton_dtype(slot_dtype),

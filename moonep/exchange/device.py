@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.exchange import transfer
+from moonep.errors import ContractError
 from moonep.exchange.base import Exchange
 from moonep.plan import Plan
 from moonep.planning import Geometry, mark_duplicates
@@ -55,13 +56,24 @@ class DeviceExchange(Exchange):
         rows, top_k = geometry.shard_rows, geometry.top_k
         self._origins = memory.allocate((rows,), torch.int64)
         self._lists = memory.allocate((rows, top_k), torch.int32)
+        # Where peers are waited for, a wait that ended in vain stops every later kernel.
+        self._control: Region | None = getattr(memory, "control", None)
         self._partials: dict[tuple[int, torch.dtype], Region] = {}
         self._addresses: dict[tuple[int, ...], torch.Tensor] = {}
         self._pointers: dict[int, tuple[Region, torch.Tensor]] = {}
         self._arriving: list[tuple[DeviceTables, Region]] = []
 
     def row_region(self, width: int, dtype: torch.dtype) -> Region:
-        """As the base; partial sums of such rows get their place at the same time. Collective."""
+        """As the base; partial sums of such rows get their place at the same time. Collective.
+
+        Raises:
+            ContractError: rows that are not whole 16-byte vectors.
+        """
+        if width * dtype.itemsize % 16:
+            raise ContractError(
+                f"hidden={width} in {dtype} makes rows of {width * dtype.itemsize} bytes; the exchange on a "
+                f"GPU needs a multiple of 16 bytes: choose hidden divisible by {16 // dtype.itemsize}"
+            )
         if (width, dtype) not in self._partials:
             sizes = self.geometry
             shapes = transfer.region_shapes(
@@ -114,8 +126,7 @@ class DeviceExchange(Exchange):
         tables: DeviceTables = plan.extra["device"]
         part_bytes = into.shape[1:].numel() * into.dtype.itemsize
         for place, rank in enumerate(self.local_ranks):
-            home = self._table((weights[place].data_ptr(),))
-            pool = self._pointers_of(into)[:, None]
+            home, pool = weights[place].contiguous(), self._pointers_of(into)[:, None]
             transfer.push_copies(self._shards(rank, rows=into), tables.holders, home, pool, part_bytes)
 
     def sum_rows(self, plan: Plan, source: Region) -> list[torch.Tensor]:
@@ -153,7 +164,7 @@ class DeviceExchange(Exchange):
             transfer.return_gradients(
                 self._shards(rank, rows=source),
                 tables.holders,
-                self._table((into[place].data_ptr(),)),
+                into[place],
                 self._pointers_of(source)[:, None],
                 source.shape[1:].numel(),
                 home_dtype=into[place].dtype,
@@ -169,13 +180,17 @@ class DeviceExchange(Exchange):
         partials: Region | None = None,
     ) -> transfer.Shards:
         """The regions of one call, as played by `rank`."""
-        regions = (rows, weights, self._origins, self._lists, partials, None)
+        regions = (rows, weights, self._origins, self._lists, partials, self._control)
         key = tuple(0 if region is None else id(region) for region in regions)
         if key not in self._addresses:
             pointers = [None if region is None else self._pointers_of(region) for region in regions]
             self._addresses[key] = transfer.region_addresses(pointers)
         return transfer.Shards(
-            self._addresses[key], self.geometry.shard_rows, self.geometry.top_k, first_rank=rank
+            self._addresses[key],
+            self.geometry.shard_rows,
+            self.geometry.top_k,
+            first_rank=rank,
+            controlled=self._control is not None,
         )
 
     def _pointers_of(self, region: Region) -> torch.Tensor:
@@ -183,12 +198,3 @@ class DeviceExchange(Exchange):
         if id(region) not in self._pointers:
             self._pointers[id(region)] = (region, region.pointers())
         return self._pointers[id(region)][1]
-
-    def _table(self, addresses: tuple[int, ...]) -> torch.Tensor:
-        """int64 `[1, P]` on the device, written once for the same addresses: a copy from the host would
-        wait.
-        """
-        key = (-1, *addresses)
-        if key not in self._addresses:
-            self._addresses[key] = torch.tensor([addresses], dtype=torch.int64, device=self.memory.device)
-        return self._addresses[key]

@@ -115,6 +115,28 @@ def test_gradients_come_home(name, slot_dtype):
     assert torch.equal(home, expected)
 
 
+def test_one_part_of_one_rank_needs_no_table():
+    """As between processes: the weights and gradients themselves in place of their addresses."""
+    case = make_case(**CASES["one hot expert"])
+    sizes, size = case.geometry, SIZES["one hot expert"]
+    weights = torch.randn(4, sizes.experts_per_rank, size, device=DEVICE)
+    pool = torch.zeros(4, sizes.slots, size, device=DEVICE)
+    found = holders(case)
+    for rank in range(4):
+        one = transfer.Shards(case.shards.addresses, sizes.shard_rows, sizes.top_k, first_rank=rank)
+        transfer.push_copies(one, found, weights[rank], part_addresses([pool]), size * 4)
+    doubled = weights.clone()
+    for rank in range(4):
+        one = transfer.Shards(case.shards.addresses, sizes.shard_rows, sizes.top_k, first_rank=rank)
+        transfer.return_gradients(one, found, doubled[rank], part_addresses([pool]), size)
+    epn = sizes.experts_per_rank
+    for expert in range(sizes.num_experts):
+        home, place = divmod(expert, epn)
+        assert torch.equal(doubled[home, place], weights[home, place] * (1 + int(found.counts[expert])))
+    with pytest.raises(ValueError, match="one rank and one part"):
+        transfer.return_gradients(one, found, doubled[0].T, part_addresses([pool]), size)
+
+
 def test_sizes_that_are_no_whole_vectors_are_refused():
     case = make_case(**CASES["one hot expert"])
     at = torch.zeros(4, 1, dtype=torch.int64, device=DEVICE)

@@ -65,7 +65,7 @@ def copies(kernel: str, size: str, constants: dict) -> CompileCase:
         ("holders", "counts", "copied", "num_copied"), "i32"
     )
     name, types = signature(f"copies:{kernel}", pointers, f"R epn slots first_rank {size} programs")
-    return CompileCase(name, types, {"PARTS": 3, "CONTROLLED": True} | constants)
+    return CompileCase(name, types, {"PARTS": 3, "TABLE": True, "CONTROLLED": True} | constants)
 
 
 CASES = {
