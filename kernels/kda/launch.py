@@ -46,6 +46,13 @@ class Problem:
     l2_norm: bool = False
     v_first: bool = False
     varlen: bool = False
+    covered: bool = False  # the packed sequences are known to reach the last token
+
+    @property
+    def new_output(self):
+        """How outputs a token are made: tokens after the last packed sequence belong to none and read as
+        zero."""
+        return torch.zeros if self.varlen and not self.covered else torch.empty
 
     @property
     def KP(self) -> int:
@@ -217,7 +224,7 @@ def scan(
 ) -> torch.Tensor:
     """Second launch: o [B, T, HV, V] (empty unless wanted), and `final_state` and `saved` where given."""
     rows = problem.T if want_output else 0
-    o = torch.empty(problem.B, rows, problem.HV, problem.V, dtype=v.dtype, device=v.device)
+    o = problem.new_output(problem.B, rows, problem.HV, problem.V, dtype=v.dtype, device=v.device)
     BV, warps, stages = scan_shape(problem)
     kda_scan_kernel[(triton.cdiv(problem.V, BV), problem.N * problem.HV)](
         *work.tiles(),
@@ -335,12 +342,16 @@ class Gradients:
 
         key_dtype = q.dtype if problem.HV == problem.H else torch.float32
         parameters = problem.gate != "given"
+
+        def output(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return problem.new_output(*shape, dtype=dtype, device=q.device)
+
         return Gradients(
-            empty(*keys, dtype=key_dtype),
-            empty(*keys, dtype=key_dtype),
-            empty(*keys[:3], problem.V, dtype=v.dtype),
-            empty(*keys, dtype=g.dtype),
-            empty(*keys[:3], dtype=beta.dtype),
+            output(*keys, dtype=key_dtype),
+            output(*keys, dtype=key_dtype),
+            output(*keys[:3], problem.V, dtype=v.dtype),
+            output(*keys, dtype=g.dtype),
+            output(*keys[:3], dtype=beta.dtype),
             empty(*partial, problem.KP) if parameters else None,
             empty(*partial, slices) if parameters else None,
         )

@@ -40,7 +40,7 @@ def split(problem: Problem, device: torch.device) -> tuple[Problem, torch.Tensor
     tokens = triton.cdiv(chunks, count) * CHUNK
     count = triton.cdiv(problem.T, tokens)
     boundaries = (torch.arange(count + 1, device=device) * tokens).clamp(max=problem.T)
-    return replace(problem, N=count, varlen=True), boundaries
+    return replace(problem, N=count, varlen=True, covered=True), boundaries
 
 
 def states_before(

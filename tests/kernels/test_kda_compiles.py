@@ -1,6 +1,7 @@
 """What the Hopper compiler makes of the KDA kernels at K = V = 128, looked at without a GPU.
 
-Spills were what cost most on the GPU (docs/results/kda.md), so their size is held: a change that raises it must say so.
+Spills were what cost most on the GPU (docs/results/kda.md), so their size is held: a change that raises it
+must say so.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def reverse_scan_case() -> CompileCase:
 
 
 def prepare_case() -> CompileCase:
-    inputs = {name: "*bf16" for name in ("q_ptr", "k_ptr", "g_ptr", "beta_ptr")}
+    inputs = dict.fromkeys(("q_ptr", "k_ptr", "g_ptr", "beta_ptr"), "*bf16")
     parameters = {
         "A_log_ptr": "*fp32",
         "dt_bias_ptr": "*fp32",

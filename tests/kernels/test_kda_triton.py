@@ -150,6 +150,18 @@ def test_nothing_or_one_token(case):
         assert error(o, truth(case, inputs)[0]) <= TOLERANCE["o"]
 
 
+def test_tokens_after_the_last_sequence_read_as_zero():
+    """A buffer of a static size, as a captured graph has: what no sequence owns is never read, its results
+    are zero."""
+    case = Case(T=30, cu_seqlens=(0, 9, 20))
+    inputs = make_inputs(case)
+    for name in ("q", "k", "v", "g", "beta"):
+        inputs[name][:, 20:] = float("nan")
+    results = with_gradients(triton, case, inputs, *output_gradients(case))
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert results[name].isfinite().all() and results[name][:, 20:].abs().max() == 0, name
+
+
 def test_strided_inputs_and_poisoned_padding():
     """q, k, v, g as slices of one wide row, as a fused projection leaves them, with NaN around every
     slice."""
