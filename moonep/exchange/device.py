@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.backend import triton_available
 from kernels.exchange import transfer
-from moonep.errors import ContractError
+from moonep.errors import CapabilityError, ContractError
 from moonep.exchange.base import Exchange
 from moonep.plan import Plan
 from moonep.planning import Geometry, mark_duplicates
@@ -48,11 +49,25 @@ class DeviceTables:
         )
 
 
+def require_triton() -> None:
+    """Raises CapabilityError where Triton cannot be imported."""
+    if not triton_available():
+        raise CapabilityError(
+            "expert parallelism on a GPU needs Triton, which is not installed: pip install 'triton>=3.6' "
+            "(Linux), or keep the experts on a CPU"
+        )
+
+
 class DeviceExchange(Exchange):
-    """Rows, scalars, weights and gradients through tables of peer addresses."""
+    """Rows, scalars, weights and gradients through tables of peer addresses.
+
+    Raises:
+        CapabilityError: Triton is not installed.
+    """
 
     def __init__(self, memory: SymmetricMemory, geometry: Geometry):
         super().__init__(memory, geometry)
+        require_triton()
         rows, top_k = geometry.shard_rows, geometry.top_k
         self._origins = memory.allocate((rows,), torch.int64)
         self._lists = memory.allocate((rows, top_k), torch.int32)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kernels.backend import triton_available
 from kernels.exchange import transfer
 from moonep.errors import CapabilityError, MoonEPError, PeerFailure, PeerTimeout
 from moonep.symmetric.base import Region, SymmetricMemory
@@ -54,7 +55,7 @@ class CudaMemory(SymmetricMemory):
         kernels that must do nothing once it is set.
 
     Raises:
-        CapabilityError: Triton or a CUDA device is missing, or peers cannot be reached. PeerTimeout.
+        CapabilityError: Triton is missing, or there is no room. PeerTimeout.
     """
 
     name = "cuda"
@@ -67,6 +68,11 @@ class CudaMemory(SymmetricMemory):
         timeout_s: float = 60.0,
         reason: str = "",
     ):
+        if not triton_available():
+            raise CapabilityError(
+                "memory='cuda' needs Triton, which is not installed: pip install 'triton>=3.6' (Linux), or "
+                "use memory='collective'"
+            )
         self.group, self.rank = group, dist.get_rank(group)
         device = torch.device(device)
         if device.index is None:

@@ -107,7 +107,7 @@ def make_case(
     dtype: torch.dtype = torch.bfloat16,
     partial_dtype: torch.dtype | None = None,
     policy: str = "bounded",
-    padding: int = 8,
+    padding: int = 3,
     duplicates: bool = False,
     seed: int = 0,
 ) -> Case:

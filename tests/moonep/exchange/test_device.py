@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 from kernels.exchange import transfer
 from moonep import workspace
-from moonep.errors import ContractError
+from moonep.errors import CapabilityError, ContractError
+from moonep.exchange import device
 from moonep.exchange.device import DeviceExchange
 from moonep.exchange.stacked import StackedExchange
 from moonep.experts import MoonEPExperts
@@ -110,6 +111,12 @@ def test_rows_that_are_no_whole_vectors_are_refused():
     plan = plan_of("one rank")
     with pytest.raises(ContractError, match=r"hidden=6 .* divisible by 8"):
         both(plan)[1].row_region(6, torch.bfloat16)
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(device, "triton_available", lambda: False)
+    with pytest.raises(CapabilityError, match=r"needs Triton.*pip install"):
+        DeviceExchange(LoopbackMemory(1), Geometry.build(1, 2, 1, 4))
 
 
 def test_the_layer_on_these_kernels_matches_the_dense_computation(monkeypatch):
