@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from moonep.trainer.loop import Run
 
 
+WRITTEN = ("config.yaml", "metrics.jsonl", "loss.png", "sample.txt", "summary.json", "checkpoints", "trace")
+
+
 def finish(run: Run) -> None:
     """Sample, loss curve, summary; closes the metrics. Collective."""
     sample = write_sample(run)
@@ -32,6 +35,7 @@ def finish(run: Run) -> None:
         "train_loss": run.losses.get("train"),
         "val_loss": run.losses.get("validation"),
         "val_bits_per_byte": run.losses.get("bits_per_byte"),
+        "source_entropy": run.corpus.entropy,
         "total_parameters": run.derived.total_parameters,
         "active_parameters": run.derived.active_parameters,
         "corpus": run.corpus.fingerprint,
@@ -73,14 +77,15 @@ def _closing_words(run: Run, sample: str) -> str:
         f"trained    {run.step:,} steps, {run.tokens:,} tokens, loss {run.losses.get('train', 0):.4f}",
     ]
     if "bits_per_byte" in run.losses:
-        lines.append(
-            f"validation loss {run.losses['validation']:.4f}, {run.losses['bits_per_byte']:.4f} bits per byte"
-        )
+        against = f"{run.losses['bits_per_byte']:.4f} bits per byte"
+        if run.corpus.entropy is not None:
+            against = f"the source's entropy is {run.corpus.entropy:.4f}"
+        lines.append(f"validation loss {run.losses['validation']:.4f}, {against}")
     if sample:
         lines += ["sample", *(f"  | {line}" for line in sample.strip("\n").splitlines()[:12])]
-    lines.append(
-        f"files      {folder}/: config.yaml metrics.jsonl loss.png sample.txt summary.json checkpoints/"
-    )
-    if checkpoint.exists():
-        lines.append(f"try next   python -m tools.generate checkpoint={checkpoint} prompt='def '")
+    present = [name for name in WRITTEN if (folder / name).exists()]
+    lines.append(f"files      {folder}/: {' '.join(present)}")
+    if checkpoint.exists() and sample:
+        prompt = run.config.train.sample_prompt or ""
+        lines.append(f"try next   python -m tools.generate checkpoint={checkpoint} prompt={prompt!r}")
     return "\n".join(lines)
