@@ -1,11 +1,12 @@
-"""The exchange on the device: rows, route weights, expert weights and gradients between ranks, without a
-host read.
+"""The exchange on the device, without a host read: rows and route weights here, copies of experts in experts.py.
 
-Order of a layer, each step for the ranks this process plays, `barrier` between steps where peers are other
+Order of a layer, each step for the ranks this process plays, `barrier` between the lines where peers are other
 processes (in loopback the stream's order suffices):
 
-    push (rows, weights, records) | replicate | experts on [NvS, H] | presum | final_sum push_copies (beside
-    push)     | ...                             | return_gradients (after the backward pass)
+    push (rows, weights, records), push_copies
+    replicate, experts on [NvS, H]
+    presum, find_sources
+    final_sum; return_gradients after a backward pass
 
 Shapes: R ranks, n ranks played (a leading axis of every per-rank tensor), s tokens of a rank, K top-k, NvS
 rows of a shard, H width, E experts, epn = E/R, G groups of a rank. Triton is imported at the first call.
@@ -13,77 +14,45 @@ rows of a shard, H width, E experts, epn = E/R, G groups of a rank. Triton is im
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-REGIONS = 6  # rows, weights, origins, lists, partials, control: see kernels/exchange/memory.py
+from kernels.exchange.experts import Holders, find_holders, push_copies, return_gradients
+from kernels.exchange.shards import (
+    REGIONS,
+    Shards,
+    barrier,
+    power_of_two,
+    region_addresses,
+    region_shapes,
+    sum_dtype,
+    triton_dtype,
+)
+
+__all__ = [
+    "ABSENT",
+    "REGIONS",
+    "Holders",
+    "Shards",
+    "Sources",
+    "barrier",
+    "final_sum",
+    "find_holders",
+    "find_sources",
+    "gather_weights",
+    "presum",
+    "push",
+    "push_copies",
+    "region_addresses",
+    "region_shapes",
+    "replicate",
+    "return_gradients",
+    "scatter_weights",
+]
+
 ABSENT = -(1 << 62)  # destination of an entry that does not exist (a rank with fewer tokens than the others)
 MAX_BLOCK_WORDS = 4096  # a row up to 16 KB is read by one program in one go: 128 threads, 8 x 16 bytes each
-TILE_WORDS = 4096
-COPY_PROGRAMS = 1056  # of a rank's copies and gradients: 8 for each multiprocessor of an H200
-
-
-@dataclass(frozen=True)
-class Shards:
-    """The regions of all ranks and the ranks played here.
-
-    addresses: int64 `[6, R]` on the device (`region_addresses`); base addresses divisible by 16.
-    controlled: whether kernels look at the abort word and do nothing once it is set.
-    """
-
-    addresses: torch.Tensor
-    shard_rows: int
-    top_k: int
-    first_rank: int = 0
-    played: int = 1
-    controlled: bool = False
-
-    @property
-    def num_ranks(self) -> int:
-        return self.addresses.shape[1]
-
-    @property
-    def partials_of_token(self) -> int:
-        """J: places for partial sums a token has, min(R - 1, K), at least 1."""
-        return max(1, min(self.num_ranks - 1, self.top_k))
-
-    @property
-    def wide(self) -> bool:
-        """Whether destinations need 64 bits."""
-        return self.num_ranks * self.shard_rows >= 2**31
-
-
-def region_addresses(regions: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """`[6, R]` from int64 `[R]` address tensors in the order of REGIONS; None for a region no kernel will
-    touch.
-    """
-    given = [r for r in regions if r is not None]
-    if len(regions) != REGIONS or not given:
-        raise ValueError(f"regions: expected {REGIONS} entries, at least one a tensor, got {len(regions)}")
-    return torch.stack([torch.zeros_like(given[0]) if r is None else r for r in regions])
-
-
-def region_shapes(
-    shard_rows: int, top_k: int, num_ranks: int, capacity: int, width: int
-) -> dict[str, tuple[int, ...]]:
-    """Shape of each region on a rank; dtypes: rows and partials the caller's, weights fp32, origins and
-    control int64, lists int32.
-    """
-    partials = capacity * max(1, min(num_ranks - 1, top_k))
-    return {
-        "rows": (shard_rows, width),
-        "weights": (shard_rows,),
-        "origins": (shard_rows,),
-        "lists": (shard_rows, top_k),
-        "partials": (partials, width),
-        "control": (num_ranks + 1,),
-    }
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _words(x: torch.Tensor) -> int:
@@ -99,32 +68,15 @@ def _words(x: torch.Tensor) -> int:
 
 def _row_launch(words: int) -> tuple[int, int]:
     """(words a program takes at once, its warps): 16 bytes a thread, up to 8 of them in flight."""
-    block = min(_power_of_two(words), MAX_BLOCK_WORDS)
+    block = min(power_of_two(words), MAX_BLOCK_WORDS)
     return block, max(1, min(4, block // 1024))
 
 
 def _sum_launch(width: int, element_size: int) -> tuple[int, int]:
     """(elements, warps) of the summing kernels: one 16-byte load a thread for each row of a token."""
     vector = 16 // element_size
-    threads = max(32, min(128, _power_of_two(-(-width // vector))))
+    threads = max(32, min(128, power_of_two(-(-width // vector))))
     return threads * vector, threads // 32
-
-
-def _triton_dtype(dtype: torch.dtype):
-    import triton.language as tl
-
-    return {
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-        torch.float32: tl.float32,
-        torch.float64: tl.float64,
-    }[dtype]
-
-
-def _sum_dtype(dtype: torch.dtype):
-    import triton.language as tl
-
-    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def push(
@@ -172,7 +124,7 @@ def push(
         groups,
         shards.partials_of_token,
         K=shards.top_k,
-        K_PAD=_power_of_two(shards.top_k),
+        K_PAD=power_of_two(shards.top_k),
         WORDS=words,
         BLOCK=block,
         LANES=lanes,
@@ -233,11 +185,11 @@ def presum(
         K=shards.top_k,
         H=width,
         BLOCK=block,
-        UNROLL=min(4, _power_of_two(shards.top_k)),
+        UNROLL=min(4, power_of_two(shards.top_k)),
         WEIGHTED=weighted,
-        ROW=_triton_dtype(dtype),
-        SUM=_sum_dtype(dtype),
-        PARTIAL=_triton_dtype(partial_dtype),
+        ROW=triton_dtype(dtype),
+        SUM=sum_dtype(dtype),
+        PARTIAL=triton_dtype(partial_dtype),
         CONTROLLED=shards.controlled,
         num_warps=warps,
     )
@@ -280,7 +232,7 @@ def find_sources(
             shards.first_rank,
             shards.partials_of_token,
             K=K,
-            K_PAD=_power_of_two(K),
+            K_PAD=power_of_two(K),
             ROW_BYTES=width * dtype.itemsize,
             PARTIAL_BYTES=width * partial_dtype.itemsize,
             WIDE=shards.wide,
@@ -327,11 +279,11 @@ def final_sum(
         K=K,
         H=width,
         BLOCK=block,
-        UNROLL=min(8, _power_of_two(K)),
+        UNROLL=min(8, power_of_two(K)),
         WEIGHTED=weights is not None,
-        ROW=_triton_dtype(dtype),
-        SUM=_sum_dtype(dtype),
-        PARTIAL=_triton_dtype(partial_dtype),
+        ROW=triton_dtype(dtype),
+        SUM=sum_dtype(dtype),
+        PARTIAL=triton_dtype(partial_dtype),
         CONTROLLED=shards.controlled,
         num_warps=warps,
     )
@@ -369,7 +321,7 @@ def scatter_weights(
         blocks,
         PADDING=token_padding,
         BLOCK=256,
-        SCALAR=_triton_dtype(weights.dtype),
+        SCALAR=triton_dtype(weights.dtype),
         WIDE=shards.wide,
         CONTROLLED=shards.controlled,
     )
@@ -393,172 +345,8 @@ def gather_weights(shards: Shards, targets: torch.Tensor, dtype: torch.dtype = t
             shards.num_ranks,
             shards.first_rank,
             BLOCK=256,
-            SCALAR=_triton_dtype(dtype),
+            SCALAR=triton_dtype(dtype),
             WIDE=shards.wide,
             CONTROLLED=shards.controlled,
         )
     return out
-
-
-@dataclass(frozen=True)
-class Holders:
-    """Which ranks hold copies of which experts, int32: holders `[E, R]` (rank * slots + slot, ranks
-    ascending), counts `[E]`, copied `[R, epn]` (local numbers of the experts with copies), num_copied
-    `[R]`.
-    """
-
-    holders: torch.Tensor
-    counts: torch.Tensor
-    copied: torch.Tensor
-    num_copied: torch.Tensor
-    slots: int
-
-
-def find_holders(first_row: torch.Tensor, slots: int) -> Holders:
-    """From `first_row [R, E]` of a plan: a rank computes an expert where it is not -1, and what is not its
-    own lies in its slots in expert order.
-    """
-    from kernels.exchange.copies import holders_kernel
-
-    R, E = first_row.shape
-
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=first_row.device)
-
-    found = Holders(ints(E, R), ints(E), ints(R, E // R), ints(R), slots)
-    holders_kernel[(R,)](
-        first_row,
-        found.holders,
-        found.counts,
-        found.copied,
-        found.num_copied,
-        R,
-        E // R,
-        slots,
-        E_PAD=_power_of_two(E),
-    )
-    return found
-
-
-def _is_table(home: torch.Tensor, pool: torch.Tensor) -> bool:
-    """Whether `home` holds addresses, rather than being the one part of the one rank played."""
-    table = home.dtype == torch.int64 and home.dim() == 2
-    if not table and (pool.shape[1] != 1 or not home.is_contiguous() or home.data_ptr() % 16):
-        raise ValueError(
-            f"home {list(home.shape)} {home.dtype}: give int64 addresses [n, P], or one contiguous tensor, "
-            "16-byte aligned, for one rank and one part"
-        )
-    return table
-
-
-def push_copies(
-    shards: Shards, holders: Holders, home: torch.Tensor, pool: torch.Tensor, part_bytes: int
-) -> None:
-    """Sends every copied expert of the played ranks to its slots, each read once for all its copies.
-
-    Args:
-        home: int64 `[n, P]` addresses of the played ranks' weights, P parts `[epn, part_bytes]`; or, for one
-            rank and one part, the weights themselves.
-        pool: int64 `[R, P]` addresses of all ranks' slots, `[slots, part_bytes]`.
-        part_bytes: of one expert's part; a multiple of 16.
-    """
-    from kernels.exchange.copies import push_copies_kernel
-
-    if part_bytes % 16:
-        raise ValueError(f"an expert's part has {part_bytes} bytes; it must be a multiple of 16")
-    push_copies_kernel[(COPY_PROGRAMS, shards.played)](
-        shards.addresses,
-        home,
-        pool,
-        holders.holders,
-        holders.counts,
-        holders.copied,
-        holders.num_copied,
-        shards.num_ranks,
-        holders.copied.shape[1],
-        holders.slots,
-        shards.first_rank,
-        part_bytes // 16,
-        COPY_PROGRAMS,
-        PARTS=pool.shape[1],
-        TABLE=_is_table(home, pool),
-        BLOCK=TILE_WORDS,
-        CONTROLLED=shards.controlled,
-    )
-
-
-def return_gradients(
-    shards: Shards,
-    holders: Holders,
-    home: torch.Tensor,
-    pool: torch.Tensor,
-    part_elements: int,
-    *,
-    home_dtype: torch.dtype = torch.float32,
-    slot_dtype: torch.dtype = torch.float32,
-) -> None:
-    """Adds the gradients in the slots of all ranks to those of the played ranks' experts, in fp32, ranks
-    ascending.
-
-    `home [n, P]` and `pool [R, P]` as for `push_copies`; `part_elements` of one expert's part: a multiple
-    of 8.
-    """
-    from kernels.exchange.copies import return_gradients_kernel
-
-    if part_elements % 8:
-        raise ValueError(f"an expert's part has {part_elements} elements; it must be a multiple of 8")
-    return_gradients_kernel[(COPY_PROGRAMS, shards.played)](
-        shards.addresses,
-        home,
-        pool,
-        holders.holders,
-        holders.counts,
-        holders.copied,
-        holders.num_copied,
-        shards.num_ranks,
-        holders.copied.shape[1],
-        holders.slots,
-        shards.first_rank,
-        part_elements // 8,
-        COPY_PROGRAMS,
-        PARTS=pool.shape[1],
-        TABLE=_is_table(home, pool),
-        BLOCK=TILE_WORDS,
-        HOME=_triton_dtype(home_dtype),
-        SLOT=_triton_dtype(slot_dtype),
-        SUM=_sum_dtype(home_dtype),
-        CONTROLLED=shards.controlled,
-    )
-
-
-def barrier(
-    shards: Shards,
-    epochs: torch.Tensor,
-    status: torch.Tensor,
-    phase: int,
-    max_polls: int,
-    *,
-    arrive: bool = True,
-    wait: bool = True,
-) -> None:
-    """Tells all ranks that the played ones arrived and waits for all, at most `max_polls` looks.
-
-    `epochs [n]` int64 on the device, zero at first. `status [n, 4]` int64 that the host reads (pinned),
-    zero at first; written when a wait ends in vain: (1: too many looks, 2: another rank gave up; phase;
-    first rank missing or -1; epoch).
-    """
-    from kernels.exchange.barrier import barrier_kernel
-
-    barrier_kernel[(shards.played,)](
-        shards.addresses,
-        epochs,
-        status,
-        shards.num_ranks,
-        shards.first_rank,
-        phase,
-        max_polls,
-        R_PAD=_power_of_two(shards.num_ranks),
-        ARRIVE=arrive,
-        WAIT=wait,
-        num_warps=1,
-    )

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("hydra")
 
-from kernels.exchange import transfer
+from kernels.exchange import experts, transfer
 from moonep.command import CommandFailure
 from tools.bench_ep import Bench, BenchEpConfig, run
 from tools.ep_workbench import Exchange, Sizes
@@ -25,7 +25,7 @@ TINY = {"ranks": [2], "experts": 4, "top_k": 3, "tokens": 3, "hidden": 8, "ffn_h
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     if DEVICE == "cpu":
-        monkeypatch.setattr(transfer, "COPY_PROGRAMS", 2)
+        monkeypatch.setattr(experts, "PROGRAMS", 2)
 
 
 def test_measures_and_checks_every_step(tmp_path, capsys):

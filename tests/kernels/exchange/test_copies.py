@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.exchange import transfer
+from kernels.exchange import experts, transfer
 from tests.kernels.exchange.loopback import DEVICE, Case, addresses_of, make_case
 
 CASES = {
@@ -43,7 +43,7 @@ SIZES = {"no copies": 64, "one rank": 64, "one hot expert": 264, "hot home group
 def few_programs(monkeypatch):
     """The interpreter runs programs one after another: three show that they share the work."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(transfer, "COPY_PROGRAMS", 3)
+        monkeypatch.setattr(experts, "PROGRAMS", 3)
 
 
 def holders(case: Case) -> transfer.Holders:

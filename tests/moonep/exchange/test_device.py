@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.exchange import transfer
+from kernels.exchange import experts
 from moonep import workspace
 from moonep.errors import CapabilityError, ContractError
 from moonep.exchange import device
@@ -33,7 +33,7 @@ WIDTH = 8
 def few_programs(monkeypatch):
     """The interpreter runs programs one after another."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(transfer, "COPY_PROGRAMS", 3)
+        monkeypatch.setattr(experts, "PROGRAMS", 3)
 
 
 def plan_of(name: str) -> Plan:
