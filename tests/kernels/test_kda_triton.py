@@ -1,9 +1,8 @@
 """The Triton KDA kernels against the fp64 recurrence: values, gradients and the edges.
 
-Tolerances are RMS error over RMS reference. Rounding an output to bfloat16 alone costs 1.7e-3; the kernels'
-fp16
-operands under a row scale add less than that to o and the state. Gradients pass a bfloat16 Z, X and state
-besides.
+Tolerances are RMS error over RMS reference. Rounding an output to bfloat16 alone costs 1.7e-3; the kernels' fp16
+operands under a row scale add less than that to o and the state. Gradients pass a bfloat16 Z, X and state besides;
+dbeta = X.Z shows it most, where few tokens of a short case carry the gradient of the final state.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from tests.kernels.kda_cases import (
 TOLERANCE = {
     "o": 2.5e-3,
     "final_state": 2.5e-3,
-    "dq": 3.5e-3,
-    "dk": 3.5e-3,
-    "dv": 3.5e-3,
+    "dq": 5e-3,
+    "dk": 5e-3,
+    "dv": 5e-3,
     "dg": 6e-3,
-    "dbeta": 6e-3,
+    "dbeta": 1.2e-2,
 }
 # Over one or two heads a sum that happens to cancel shows its noise: 1e-2 is the aim over 8 heads or more.
 TOLERANCE |= {"dA_log": 3e-2, "ddt_bias": 1e-2, "dinitial_state": 3.5e-3}
