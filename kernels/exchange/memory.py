@@ -3,10 +3,10 @@
 Every rank holds the same regions; `addresses [REGIONS, R]` int64 lists where each begins on each rank, so one
 kernel serves loopback views of one tensor, torch symmetric memory and CUDA IPC alike. Regions of a rank:
 
-    ROWS      [NvS, row]      the shard: expert-grouped rows WEIGHTS   [NvS] fp32      route weight of each
-    row ORIGINS   [NvS] int64     of a row that is the first of its token here and came from another rank:
-    how many
-                              rows of the token are here, that rank, and where it wants their sum; else -1
+    ROWS      [NvS, row]      the shard: expert-grouped rows
+    WEIGHTS   [NvS] fp32      route weight of each row
+    ORIGINS   [NvS] int64     of the first row here of a token of another rank: how many rows of the token
+                              are here, that rank, and where it wants their sum; else -1
     LISTS     [NvS, K] int32  of such a row: all rows of its token here, itself first
     PARTIALS  [S * min(R - 1, K), row]   sums of a token's rows, one for each other rank that computed some
     CONTROL   [R + 1] int64   arrival counters of the barrier, then the abort word

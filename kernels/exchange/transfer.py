@@ -1,7 +1,7 @@
-"""The exchange on the device, without a host read: rows and route weights here, copies of experts in experts.py.
+"""The exchange on the device, without a host read: rows and route weights; copies of experts: experts.py.
 
-Order of a layer, each step for the ranks this process plays, `barrier` between the lines where peers are other
-processes (in loopback the stream's order suffices):
+Order of a layer, each step for the ranks this process plays, `barrier` between the lines where peers are
+other processes (in loopback the stream's order suffices):
 
     push (rows, weights, records), push_copies
     replicate, experts on [NvS, H]
