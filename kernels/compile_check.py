@@ -2,8 +2,7 @@
 
 The report answers, before any GPU time is spent: does it spill, how many programs fit a multiprocessor, do
 the matrix products use wgmma (HGMMA), are global loads and stores wide. Compilation happens in a process of
-its
-own with TRITON_INTERPRET unset, so tests that interpret kernels can also gate on reports.
+its own with TRITON_INTERPRET unset, so tests that interpret kernels can also gate on reports.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 As shipped, the interpreter multiplies the bit patterns of bfloat16 operands, truncates fp32 -> bfloat16,
 rounds float8 wrongly, computes tf32 as fp32 and refuses bf16x3. `repair()` replaces those pieces, turns on
-the
-integer overflow checks, and is called when the `kernels` package is imported with TRITON_INTERPRET=1. It
-touches
-private names of Triton, hence the pin on 3.6.
+the integer overflow checks, and is called when the `kernels` package is imported with TRITON_INTERPRET=1.
+It touches private names of Triton, hence the pin on 3.6.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """Third backward launch: gradients of q, k and the decay, in parallel over chunks, value heads and slices of
 K.
 
-With H the state before and dS its gradient after the chunk, U = beta Z, W = beta X, and the exponent factors
-f of
-prepare.py (each pair of a row r and an earlier key s meets at one halfway point: q_r f_r, k_r f_r against
-k_s f_s):
+With H the state before and dS its gradient after the chunk, U = beta Z, W = beta X, and the exponent
+factors f of prepare.py (each pair of a row r and an earlier key s meets at one halfway point: q_r f_r, k_r
+f_r against k_s f_s):
 
     dq = e^G (scale dO H^T) + sum f (dP (k f)) + diag(dP) k
     dk = e^G (-W H^T) + sum f (dL (k f)) + e^(G_C - G) (U dS^T) + sum f (dP^T (q f) + dL^T (k f)) + diag(dP) q
 
-The decay's gradient follows the same sums: an exponent is a 0/1 sum of log decays, so its gradient is spread
-back over
-exactly those tokens. Every term carries the decay it passes through, so nothing cancels: a token whose decay
-is zero
-gets a zero, not the noise of a difference.
+The decay's gradient follows the same sums: an exponent is a 0/1 sum of log decays, so its gradient is
+spread back over exactly those tokens. Every term carries the decay it passes through, so nothing cancels: a
+token whose decay is zero gets a zero, not the noise of a difference.
 
 Legend: C = 64 tokens of a chunk, four blocks (axis 0) of B = 16 tokens (axis 1), D channels of a slice (axis
 2).

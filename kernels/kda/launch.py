@@ -1,9 +1,8 @@
 """Sizes, workspace and launches of the KDA kernels. No launch reads a tensor on the host; grids depend on
 shapes alone.
 
-Legend: B batch, T tokens, N sequences, H query/key heads, HV value heads, K key and V value channels, C = 64
-tokens of
-a chunk, KP = K padded to a power of two, S chunk slots (tiles.py).
+Legend: B batch, T tokens, N sequences, H query/key heads, HV value heads, K key and V value channels, C =
+64 tokens of a chunk, KP = K padded to a power of two, S chunk slots (tiles.py).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ With U = beta Z and W = beta X, for s <= r (dL: s < r),
     dP = scale dO U^T,   dL = -W U^T,   dbeta = X.Z,   dv = W,
 
 and the row sums that the gradient of the L2 norm needs: q.dq = o.dO and k.dk = 2 beta dbeta - v.dv. dP, its
-transpose
-and dL + dL^T are left in fp16 under one power of two a chunk: the third launch reads them as matrix operands.
+transpose and dL + dL^T are left in fp16 under one power of two a chunk: the third launch reads them as
+matrix operands.
 
 Legend: C = 64 tokens of a chunk, VP value channels padded to a power of two.
 """

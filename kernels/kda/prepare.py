@@ -9,10 +9,8 @@ P_rs = sum_d q_rd k_sd e^(G_rd - G_sd) for s <= r, the program writes
 so that the scan needs products alone: Z = Y + N (beta Y) with Y = V - K~ S, U = beta Z.
 
 Exponents are split at halfway points: in a block of 2h tokens, a row of the second half and a key of the
-first are
-both decayed to the middle, so each factor is at most 1 whatever the gate, fits fp16, and knows no later
-token. Halves
-of 32, 16, 8, 4, 2, 1 tokens cover every pair s < r once.
+first are both decayed to the middle, so each factor is at most 1 whatever the gate, fits fp16, and knows no
+later token. Halves of 32, 16, 8, 4, 2, 1 tokens cover every pair s < r once.
 
 Legend: C = 64 tokens of a chunk, four blocks (axis 0) of B = 16 tokens (axis 1), D channels of a slice (axis
 2).

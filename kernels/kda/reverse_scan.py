@@ -7,8 +7,7 @@ With dS the gradient of the state after a chunk, held transposed as in the forwa
     dS <- e^(G_C) dS + scale Q~^T dO - K~^T W.
 
 It writes X, from which dv = W, dbeta = X.Z and the gradient of every key and gate follow, and dS after each
-chunk.
-Operands enter as fp16 under a power of two per row, as in the forward scan.
+chunk. Operands enter as fp16 under a power of two per row, as in the forward scan.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """Second forward launch: the chunks of a sequence in order, one program a (sequence, head, slice of V).
 
 The state is held transposed, S [BV, K] in fp32, so that every product takes its left operand from registers
-and its
-right one from a loaded tile. Of a chunk the program makes
+and its right one from a loaded tile. Of a chunk the program makes
 
     Y = V - K~ S,   Z = Y + N (beta Y),   U = beta Z,   O = scale (Q~ S + P U),   S <- e^(G_C) S + K^^T U.
 
 S, beta Y and U enter their products as fp16 under a power of two per row (a value channel): three more bits
-than
-bfloat16, and no range of v can overflow.
+than bfloat16, and no range of v can overflow.
 
 Legend: C tokens of a chunk, BV value channels of the program, KP key channels padded to a power of two; a
-trailing
-_t marks a transposed tile [BV, C].
+trailing _t marks a transposed tile [BV, C].
 """
 
 from __future__ import annotations

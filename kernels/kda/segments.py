@@ -2,12 +2,10 @@
 by side.
 
 Over a segment the state map is affine, S_out = M S_in + B. B is the segment's scan from a zero state, M its
-scan from
-the identity with v = 0; a short chain over segments gives every S_in, and the last pass runs all segments at
-once from
-the right states. The reverse scan is the same with M transposed: dS_in = M^T dS_out + D. Exact up to
-rounding, forward
-and backward, and the same kernels throughout: a segment is a packed sequence to them.
+scan from the identity with v = 0; a short chain over segments gives every S_in, and the last pass runs all
+segments at once from the right states. The reverse scan is the same with M transposed: dS_in = M^T dS_out +
+D. Exact up to rounding, forward and backward, and the same kernels throughout: a segment is a packed
+sequence to them.
 
 Legend: G segments, HV value heads, K key and V value channels.
 """

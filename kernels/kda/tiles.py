@@ -1,12 +1,9 @@
 """What the KDA kernels share: chunk slots, masked loads, gates, fp16 operands under a row scale.
 
 Legend: C = 64 tokens of a chunk, B = 16 tokens of a block, D channels of a slice. A *slot* is the place of
-one chunk
-in the workspace: sequence n of a packed batch owns the slots from cu_seqlens[n] // C + n on. That is never
-less than
-the ceil(length / C) it needs, so a program finds its chunk by bisection and no host or extra launch counts
-chunks.
-All exponents are base 2.
+one chunk in the workspace: sequence n of a packed batch owns the slots from cu_seqlens[n] // C + n on. That
+is never less than the ceil(length / C) it needs, so a program finds its chunk by bisection and no host or
+extra launch counts chunks. All exponents are base 2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The Triton KDA kernels against the fp64 recurrence: values, gradients and the edges.
 
-Tolerances are RMS error over RMS reference. Rounding an output to bfloat16 alone costs 1.7e-3; the kernels' fp16
-operands under a row scale add less than that to o and the state. Gradients pass a bfloat16 Z, X and state besides;
-dbeta = X.Z shows it most, where few tokens of a short case carry the gradient of the final state.
+Tolerances are RMS error over RMS reference. Rounding an output to bfloat16 alone costs 1.7e-3; the kernels'
+fp16 operands under a row scale add less than that to o and the state. Gradients pass a bfloat16 Z, X and
+state besides; dbeta = X.Z shows it most, where few tokens of a short case carry the gradient of the final
+state.
 """
 
 from __future__ import annotations
