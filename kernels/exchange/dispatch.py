@@ -210,10 +210,10 @@ def scatter_weights_kernel(
         place = (program - blocks) * BLOCK + tl.arange(0, BLOCK)
         group = place // PADDING
         valid = group < groups
-        at = rank * groups + group
-        begin = tl.load(offsets_ptr + at - 1, valid & (group > 0), other=0)
-        row = begin + tl.load(group_rows_ptr + at, valid, other=0).to(tl.int32) + place % PADDING
-        valid = valid & (row < tl.load(offsets_ptr + at, valid, other=0))
+        slot = rank * groups + group
+        begin = tl.load(offsets_ptr + slot - 1, valid & (group > 0), other=0)
+        row = begin + tl.load(group_rows_ptr + slot, valid, other=0).to(tl.int32) + place % PADDING
+        valid = valid & (row < tl.load(offsets_ptr + slot, valid, other=0))
         tl.store(region(addresses, WEIGHTS, R, rank, SCALAR) + row, tl.zeros([BLOCK], SCALAR), valid)
 
 

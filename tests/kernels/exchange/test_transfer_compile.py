@@ -16,7 +16,8 @@ WIDE_ROWS = {"H": 7168, "K": 8}
 
 def signature(kernel: str, pointers: dict[str, str], integers: str) -> tuple[str, dict[str, str]]:
     types = {"addresses": "*i64"} | {f"{name}_ptr": f"*{kind}" for name, kind in pointers.items()}
-    return f"kernels.exchange.{kernel}", types | dict.fromkeys(integers.split(), "i32")
+    sizes = {name: "i64" if name == "max_polls" else "i32" for name in integers.split()}
+    return f"kernels.exchange.{kernel}", types | sizes
 
 
 def push(H: int, K: int) -> CompileCase:
@@ -98,3 +99,34 @@ def test_no_spills_and_sixteen_bytes_a_thread(reports, name):
     assert report.registers <= 96, report
     assert report.stores[16] >= 1, report
     assert report.loads[16] >= 4, report
+
+
+def small_cases() -> list[CompileCase]:
+    """Kernels whose speed is that of their launch: they must compile and stay in registers."""
+    constants = {"WIDE": False, "CONTROLLED": True, "SCALAR": "tl.float32", "BLOCK": 256}
+    tables = {"targets": "i64", "offsets": "i32", "group_rows": "i32"}
+    scatter = signature(
+        "dispatch:scatter_weights_kernel",
+        {"weights": "fp32"} | tables,
+        "entries NvS R first_rank groups blocks",
+    )
+    gather = signature(
+        "combine:gather_weights_kernel", {"targets": "i64", "out": "fp32"}, "entries NvS R first_rank"
+    )
+    lists = {"targets": "i64", "sources": "i64", "entries": "i32", "counts": "i32"}
+    sources = signature("combine:sources_kernel", lists, "s NvS R first_rank J")
+    sizes = {"K": 16, "K_PAD": 16, "ROW_BYTES": 7168, "PARTIAL_BYTES": 7168}
+    barrier = signature(
+        "barrier:barrier_kernel", {"epochs": "i64", "status": "i64"}, "R first_rank phase max_polls"
+    )
+    return [
+        CompileCase(*scatter, constants | {"PADDING": 8}),
+        CompileCase(*gather, constants),
+        CompileCase(*sources, sizes | {"WIDE": False, "CONTROLLED": True}, num_warps=1),
+        CompileCase(*barrier, {"R_PAD": 8, "ARRIVE": True, "WAIT": True}, num_warps=1),
+    ]
+
+
+def test_small_kernels_stay_in_registers():
+    for report in compile_reports(small_cases()):
+        assert report.stack == 0 and report.spill == 0 and report.registers <= 128, report
