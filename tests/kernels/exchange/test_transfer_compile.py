@@ -127,6 +127,33 @@ def small_cases() -> list[CompileCase]:
     ]
 
 
+def variants() -> list[CompileCase]:
+    """What the runtime launches beside the main cases: unweighted sums, fp32 partial sums, fp64, one tensor."""
+    double = {"ROW": "tl.float64", "SUM": "tl.float64", "PARTIAL": "tl.float64", "BLOCK": 256}
+    sum_rows, add_up = presum(**K3), final_sum(**K3)
+    plain = {k: v for k, v in add_up.signature.items() if k != "weights_ptr"}
+    cases = [
+        CompileCase(sum_rows.kernel, sum_rows.signature, sum_rows.constants | change)
+        for change in ({"WEIGHTED": False}, {"PARTIAL": "tl.float32"}, double)
+    ]
+    cases += [
+        CompileCase(add_up.kernel, plain, add_up.constants | {"WEIGHTED": False, "weights_ptr": None}),
+        CompileCase(add_up.kernel, add_up.signature, add_up.constants | {"PARTIAL": "tl.float32"}),
+        CompileCase(add_up.kernel, add_up.signature | {"out_ptr": "*fp64"}, add_up.constants | double),
+    ]
+    one = {"PARTS": 1, "TABLE": False}
+    for name in ("push copies", "return gradients"):
+        base = CASES[name]
+        cases.append(CompileCase(base.kernel, base.signature | {"home_ptr": "*fp32"}, base.constants | one))
+    return cases
+
+
+def test_variants_do_not_spill():
+    for report in compile_reports(variants()):
+        assert report.stack == 0 and report.spill == 0, report
+        assert max(report.stores) == 16 and max(report.loads) == 16, report
+
+
 def test_small_kernels_stay_in_registers():
     for report in compile_reports(small_cases()):
         assert report.stack == 0 and report.spill == 0 and report.registers <= 128, report
