@@ -128,7 +128,7 @@ def small_cases() -> list[CompileCase]:
 
 
 def variants() -> list[CompileCase]:
-    """What the runtime launches beside the main cases: unweighted sums, fp32 partial sums, fp64, one tensor."""
+    """What the runtime launches besides: unweighted sums, fp32 partial sums, fp64, one tensor."""
     double = {"ROW": "tl.float64", "SUM": "tl.float64", "PARTIAL": "tl.float64", "BLOCK": 256}
     sum_rows, add_up = presum(**K3), final_sum(**K3)
     plain = {k: v for k, v in add_up.signature.items() if k != "weights_ptr"}
