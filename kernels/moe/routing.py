@@ -63,7 +63,7 @@ def quantile_histogram(
     Args:
         scores_TE: [T, E] raw sigmoid scores, without bias.  cutoff_T: [T] from `router_topk`.
         low: left edge of bin 0 (K3: min(bias) - 1).  width: of one bin.  Numbers or 0-dim tensors.
-        bins: number of bins; values outside fall into the first or the last.
+        bins: number of bins; values outside fall into the first or the last, NaN into the first.
         mask_T: [T] bool; False leaves a token (padding) out.
 
     Returns:
@@ -73,7 +73,8 @@ def quantile_histogram(
     if mask_T is not None:
         scores_TE, cutoff_T = scores_TE[mask_T], cutoff_T[mask_T]
     required = cutoff_T.unsqueeze(1) - scores_TE
-    bin_TE = torch.floor((required - low) / width).clamp_(0, bins - 1).to(torch.int64)
+    # NaN would become a negative bin and end the forward pass; the trainer reports divergence by its loss.
+    bin_TE = torch.floor((required - low) / width).nan_to_num_(nan=0.0).clamp_(0, bins - 1).to(torch.int64)
     bin_TE += torch.arange(0, num_experts * bins, bins, device=scores_TE.device)
     counts = torch.bincount(bin_TE.flatten(), minlength=num_experts * bins)
     return counts.view(num_experts, bins).to(torch.int32)

@@ -157,7 +157,7 @@ def find_checkpoint(resume: bool | str | Path, folder: Path) -> Path | None:
     found = newest_checkpoint(path) or newest_checkpoint(path / "checkpoints")
     if found is None:
         what = "holds no checkpoint" if path.is_dir() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give a run's folder or a step_N folder that has a {MANIFEST}")
+        raise CheckpointError(f"checkpoint {path} {what}; give a run's or a step_N folder with a {MANIFEST}")
     return found
 
 

@@ -65,12 +65,15 @@ def check_values(config: Config) -> None:
         ConfigError: names the key, what came, what is allowed.
     """
     _check_choices(config)
+    _check_text_and_seed(config)
     t, o, s = config.train, config.optimizer, config.schedule
     _require(t.micro_batch is None or t.micro_batch >= 1, "train.micro_batch", t.micro_batch, "is below 1")
     for name in ("steps", "tokens_per_step", "context"):
         _require(getattr(t, name) >= 1, f"train.{name}", getattr(t, name), "must be at least 1")
     for name in ("validate_every", "validate_tokens", "sample_tokens"):
         _require(getattr(t, name) >= 0, f"train.{name}", getattr(t, name), "must not be negative")
+    for name in ("lr", "eps", "weight_decay", "clip"):
+        _require(math.isfinite(getattr(o, name)), f"optimizer.{name}", getattr(o, name), "must be finite")
     _require(o.lr > 0, "optimizer.lr", o.lr, "must be positive")
     _require(len(o.betas) == 2, "optimizer.betas", o.betas, "must be two numbers")
     _require(all(0 <= b < 1 for b in o.betas), "optimizer.betas", o.betas, "must lie in [0, 1)")
@@ -90,6 +93,15 @@ def check_values(config: Config) -> None:
     _require(config.logging.every >= 1, "logging.every", config.logging.every, "must be at least 1")
     timeout = config.parallel.timeout_s
     _require(timeout > 0, "parallel.timeout_s", timeout, "must be positive")
+
+
+def _check_text_and_seed(config: Config) -> None:
+    """An empty path would mean the working folder: most often a shell variable that was not set."""
+    _require(config.data.path != "", "data.path", "", "is empty; give a file or a folder, or leave it out")
+    resume = config.checkpoint.resume
+    _require(resume != "", "checkpoint.resume", "", "is empty; give true, false or a path")
+    _require(config.run.dir != "", "run.dir", "", "is empty; give a folder, or leave it out")
+    _require(0 <= config.seed < 2**63, "seed", config.seed, "must lie in [0, 2**63)")
 
 
 def _check_choices(config: Config) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from moonep.errors import DataError
 from moonep.trainer.config import Config
 from moonep.trainer.data import Corpus
 
@@ -49,7 +50,10 @@ def prompt_ids(config: Config, corpus: Corpus) -> torch.Tensor:
     text = config.train.sample_prompt
     if not text:
         return torch.from_numpy(corpus.split("val").window(0, 1))
-    return torch.from_numpy(corpus.encode(text)).long()
+    try:
+        return torch.from_numpy(corpus.encode(text)).long()
+    except DataError as error:
+        raise DataError(f"train.sample_prompt={text!r}: {error}; leave it empty for held-out text") from None
 
 
 def write_sample(run: Run) -> str:

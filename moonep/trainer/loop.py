@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from model.config import K3Config
-from moonep.errors import MoonEPError, RankDisagreement
+from moonep.errors import ConfigError, MoonEPError, RankDisagreement
 from moonep.trainer.build import Parts, build_parts
 from moonep.trainer.checkpoint import TrainingState, find_checkpoint, load_checkpoint, save_checkpoint
 from moonep.trainer.config import Config
@@ -78,8 +78,6 @@ def model_config_of(config: Config, corpus: Corpus) -> K3Config:
     Raises:
         ConfigError, ModelConfigError: a vocabulary that is too small, or a field out of range.
     """
-    from moonep.errors import ConfigError
-
     changes = {"vocab_size": corpus.vocab_size, **config.model_overrides()}
     if changes["vocab_size"] < corpus.vocab_size:
         given = changes["vocab_size"]
@@ -150,7 +148,9 @@ def _agree_on_folder(config: Config, checkpoint: Path | None, rank: int) -> Path
             folder.mkdir(parents=True, exist_ok=True)
             write_config(folder, config.to_dict())
             answer = [str(folder)]
-        except (MoonEPError, OSError) as error:
+        except OSError as error:
+            answer = [ConfigError(f"run.dir={config.run.dir} cannot be made ({error}); name another")]
+        except MoonEPError as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], BaseException):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from moonep.errors import ConfigError, DataError
 from moonep.trainer.batches import IGNORE, consecutive_starts, hash64, make_batch, permute
 from moonep.trainer.data import BatchStream, Corpus, DataConfig, build_corpus, make_split
+from moonep.trainer.ending import prompt_ids as sample_prompt_ids
 from moonep.trainer.sources import stdlib_source
 from moonep.trainer.tokens import (
     BPETokenizer,
@@ -153,6 +156,13 @@ def test_tokenizers_invert(text):
 def test_unknown_character_is_named():
     with pytest.raises(DataError, match="'z'"):
         CharTokenizer("abc").encode("az")
+
+
+def test_a_prompt_that_cannot_be_spelled_names_its_key():
+    corpus = SimpleNamespace(encode=SymbolTokenizer(4).encode)
+    config = SimpleNamespace(train=SimpleNamespace(sample_prompt="def "))
+    with pytest.raises(DataError, match=r"^train\.sample_prompt='def ': .* numbers below 4"):
+        sample_prompt_ids(config, corpus)
 
 
 def test_a_prompt_is_never_empty():

@@ -6,6 +6,7 @@ import pytest
 
 from model.config import K3Config
 from moonep.errors import ConfigError
+from moonep.trainer import loop
 from moonep.trainer.compose import compose
 from moonep.trainer.config import Config
 from moonep.trainer.derived import check_values, derive, expert_parallel_size
@@ -53,6 +54,12 @@ def test_one_line_names_the_key_and_the_fix(word, says):
     assert "+" not in message.replace(word, ""), "Hydra's advice to append with + must not reach the user"
 
 
+def test_a_run_folder_that_cannot_be_made_names_its_key(monkeypatch):
+    monkeypatch.setattr(loop.dist, "broadcast_object_list", lambda answer, src: None)
+    with pytest.raises(ConfigError, match=r"^run\.dir=/dev/null/x cannot be made"):
+        loop._agree_on_folder(_config("run.dir=/dev/null/x"), None, rank=0)
+
+
 def test_plus_before_a_known_key_and_free_arguments():
     config = _config("+train.steps=7", "routing.force=lognormal", "routing.force_args.sigma=2")
     assert config.train.steps == 7
@@ -97,6 +104,13 @@ def test_errors_inside_an_experiment_file_are_one_line(tmp_path):
         ("routing.tau=0.9", "routing.tau=0.9 must be at least 1"),
         ("train.steps=0", "train.steps=0 must be at least 1"),
         ("optimizer.lr=-1", "optimizer.lr=-1.0 must be positive"),
+        ("optimizer.lr=inf", "optimizer.lr=inf must be finite"),
+        ("optimizer.clip=nan", "optimizer.clip=nan must be finite"),
+        ("optimizer.weight_decay=inf", "optimizer.weight_decay=inf must be finite"),
+        ("seed=-1", "seed=-1 must lie in [0, 2**63)"),
+        ("data.path=", "data.path= is empty"),
+        ("checkpoint.resume=", "checkpoint.resume= is empty"),
+        ("run.dir=", "run.dir= is empty"),
         ("parallel.zero=3", "parallel.zero=3 (ZeRO-3) is not supported"),
         ("parallel.zero=7", "allowed: 0, 1, 2"),
         ("parallel.tensor=2", "parallel.tensor=2 (tensor parallelism) is not supported"),

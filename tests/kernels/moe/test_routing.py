@@ -79,3 +79,13 @@ def test_interpolated_quantile_is_within_a_bin_of_the_exact_one():
     estimate = low + (bin_E + (q - before) / counts[rows, bin_E]) * width
     exact = (cutoff.unsqueeze(1) - scores).sort(0).values[int(q) - 1]
     assert (estimate - exact).abs().max() <= width
+
+
+def test_scores_of_a_diverged_model_are_counted_not_refused():
+    """The loss is what tells of divergence: the forward pass has to reach it."""
+    scores, cutoff = torch.rand(6, 4), torch.rand(6)
+    scores[1], cutoff[2], cutoff[3] = torch.nan, torch.inf, -torch.inf
+    counts = quantile_histogram(scores, cutoff, -1.0, 0.01, 300)
+    assert counts.sum(1).tolist() == [6] * 4 and counts.min() >= 0
+    assert torch.equal(counts[:, 0], torch.tensor([2] * 4, dtype=torch.int32))
+    assert torch.equal(counts[:, -1], torch.tensor([1] * 4, dtype=torch.int32))
