@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -28,14 +29,15 @@ def ink(path) -> float:
 
 @pytest.mark.parametrize("moe", [None, [LAYER, {**LAYER, "maxvio": None}]])
 @pytest.mark.parametrize("validated", [False, True])
-def test_picture_has_content(tmp_path, moe, validated):
+def test_picture_has_content(tmp_path, moe, validated, monkeypatch):
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     rows = [{"step": s, "loss": 5 / s, **({"moe": moe} if moe else {})} for s in range(1, 40)]
     if validated:
         rows += [{"step": 39, "val_loss": 0.2, "val_bits_per_byte": 0.29}]
     metrics = write(tmp_path / "metrics.jsonl", rows)
     plot_loss(metrics, tmp_path / "loss.png")
     assert 0.01 < ink(tmp_path / "loss.png") < 0.5
-    assert "matplotlib.pyplot" not in __import__("sys").modules
+    assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_one_step_and_non_finite_losses_are_drawn(tmp_path):

@@ -22,13 +22,13 @@ def test_cosine():
     assert rates[-1] == pytest.approx(0.1)
     middle = 10 + (99 - 10) / 2
     assert 0.5 * (rates[math.floor(middle)] + rates[math.ceil(middle)]) == pytest.approx(0.55, abs=1e-4)
-    assert all(a >= b for a, b in itertools.pairwise(rates))
+    assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
 
 
 def test_wsd_is_flat_then_linear():
     rates = _rates(100, name="wsd", warmup_fraction=0.05, decay_fraction=0.2, final_fraction=0.0)
     assert rates[4:80] == [1.0] * 76
-    falls = [a - b for a, b in itertools.pairwise(rates)]
+    falls = [a - b for a, b in itertools.pairwise(rates[79:])]
     assert falls == pytest.approx([1 / 20] * 20)
     assert rates[-1] == pytest.approx(0.0)
 
