@@ -391,7 +391,23 @@ def _optuna(config: TuneConfig, dimensions: dict[str, list[Any]], predictor: Pre
         # What does not fit still has an order: the nearer to fitting, the better.
         excess = 0.0 if candidate.memory is None else -candidate.gigabytes
         study.tell(trial, candidate.tokens_per_s if not candidate.problem else excess - 1.0)
+    _polish(found, dimensions, predictor)
     return list(found.values())
+
+
+def _polish(found: dict[Choice, Candidate], dimensions: dict[str, list[Any]], predictor: Predictor) -> None:
+    """Changes one dimension of the best candidate at a time for as long as that helps; adds to `found`."""
+    fitting = [c for c in found.values() if not c.problem]
+    while fitting:
+        best = max(fitting, key=lambda c: c.tokens_per_s)
+        chosen = {**vars(best.choice), "policy_tau": (best.choice.policy, best.choice.tau)}
+        here = {key: chosen[key] for key in dimensions}
+        around = [_choice({**here, key: value}) for key, values in dimensions.items() for value in values]
+        for choice in around:
+            if choice not in found:
+                found[choice] = predictor.predict(choice)
+        better = [found[c] for c in around if not found[c].problem]
+        fitting = [c for c in better if c.tokens_per_s > best.tokens_per_s]
 
 
 def pareto(candidates: list[Candidate]) -> list[Candidate]:
