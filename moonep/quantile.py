@@ -171,9 +171,8 @@ class NoBalancer(Balancer):
 
 @torch.no_grad()
 def update_all(balancers: Iterable[Balancer], group: Any = None) -> None:
-    """`update` of all layers with one all-reduce over their flattened counts. Collective, the same order on
-    every
-    rank."""
+    """`update` of all layers with one all-reduce over their flattened counts. Collective, in the same
+    order on every rank."""
     layers = [balancer for balancer in balancers if balancer.counts.numel()]
     if not layers:
         return

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
-
-import torch.distributed as dist
 
 from moonep.errors import ContractError
 
@@ -68,20 +65,6 @@ def expert_data_parallel_ranks(world_size: int, ep: int) -> list[list[int]]:
     """
     _check(world_size, ep)
     return [list(range(place, world_size, ep)) for place in range(ep)]
-
-
-def create_groups(ep: int) -> tuple[Any, Any]:
-    """(expert-parallel group, expert-data-parallel group) of this rank. Collective over the default group.
-
-    Raises:
-        ContractError: ep does not divide the world.
-    """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    mine: list[Any] = []
-    for members in (expert_parallel_ranks(world, ep), expert_data_parallel_ranks(world, ep)):
-        groups = [(ranks, dist.new_group(ranks)) for ranks in members]
-        mine.append(next(group for ranks, group in groups if rank in ranks))
-    return mine[0], mine[1]
 
 
 def _check(world_size: int, ep: int) -> None:
